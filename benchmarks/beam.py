@@ -1,14 +1,14 @@
-"""What forks save a beam search: `python benchmarks/beam.py --model small`.
+"""What forks save in a beam search: `python benchmarks/beam.py --model small`.
 
-The same search twice, in one process and one engine, in turns:
+The same search runs twice, alternating in one process and one engine:
 
     forks      beams are sequences of one request: forked, written copy-on-write, dropped
     resubmit   each step queues every beam as a new request for one token, whose prompt is the beam
-               so far; the prefix cache finds all of it but the last block or part of one. This is
-               what an engine without forks does offline.
+               so far; the prefix cache hits all of it except the last block. This is what an
+               engine without forks does offline.
 
-Both find the same sequences, but for beams that are equally good to the last bits; the share of
-equal ones is reported.
+Both find the same sequences, except beams whose scores are equal up to rounding; the share of equal
+sequences is reported.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ Search = Callable[[LLM, list[list[int]], BeamSearchParams], list[Beams]]
 
 
 def with_forks(llm: LLM, prompts: list[list[int]], params: BeamSearchParams) -> list[Beams]:
-    """The engine's own search."""
+    """The engine's beam search."""
     outputs = llm.beam_search(prompts, params, use_tqdm=False)
     return [[(s.cumulative_logprob, s.token_ids) for s in output.sequences] for output in outputs]
 
 
 def by_resubmitting(llm: LLM, prompts: list[list[int]], params: BeamSearchParams) -> list[Beams]:
-    """A search outside the engine; all beams of all prompts go in one call a step."""
+    """A search outside the engine; each step is one call with all beams of all prompts."""
     width = params.beam_width
     one = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, logprobs=2 * width)
     searches: list[Beams] = [[(0.0, [])] for _ in prompts]
@@ -72,7 +72,7 @@ def timed(llm: LLM, search: Search, prompts: list[list[int]], params: BeamSearch
 
 
 def main() -> None:
-    """Runs both in turns and prints a table."""
+    """Runs both, alternating, and prints a table."""
     options = parser(__doc__)
     options.add_argument("--prompts", type=int, default=8)
     options.add_argument("--prompt-len", type=int, default=128)

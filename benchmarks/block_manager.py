@@ -1,12 +1,12 @@
 """Microseconds of the block manager's operations by size of the pool.
 
 Run it as `python benchmarks/block_manager.py`; with `--peer PATH`, a checkout of nano-vllm, the
-same operations on its block manager run in turn with ours.
+same operations also run on its block manager.
 
-Each pool is first churned until every block holds cached content, so that allocation evicts, as it
-does in a long run. A prompt has 256 tokens, 16 blocks of 16. Medians of single calls. Sides take
-turns of several rounds, and rounds with hits come last: what one call does to the processor's
-caches (the peer searches its whole free list at a hit) must not count against another.
+Each pool is first filled until every block has cached content, so that allocations evict, as in a
+long run. A prompt has 256 tokens in 16 blocks of 16. Values are medians of single calls. The two
+sides alternate after several rounds, and rounds with hits come last, because one call must not
+affect the processor caches of others (the peer searches its whole free list at a hit).
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from nanoengine.settings.params import SamplingParams
 BLOCK_SIZE = 16
 PROMPT_LEN = 256
 TURN = 20
-"""Rounds that one side runs before it is the other's turn."""
+"""Rounds of one side before the other one runs."""
 PARAMS = SamplingParams()
 Columns = dict[str, dict[str, float]]
 
 
 def make_sequence(token_ids: list[int]) -> Sequence:
-    """A sequence as the scheduler makes it, in row 0."""
+    """A sequence in row 0, as the scheduler creates it."""
     request = Request("r", token_ids, PARAMS)
     seq = Sequence(request, seq_id=0, index=0, token_ids=list(token_ids))
     seq.row = 0
@@ -45,7 +45,7 @@ def make_sequence(token_ids: list[int]) -> Sequence:
 
 
 def admit(manager: BlockManager, seq: Sequence) -> None:
-    """Admission as the scheduler does it: look up, take, index what the step fills."""
+    """Admission as in the scheduler: look up, allocate, index the blocks that the step fills."""
     manager.allocate(seq, manager.can_allocate(seq))
     seq.num_computed_tokens = seq.num_tokens
     manager.prefix_cache.register(seq)
@@ -70,27 +70,28 @@ class Ours:
         return make_sequence(token_ids)
 
     def admit(self, seq: Any) -> None:
-        """Looks up, takes, indexes."""
+        """Looks up, allocates, indexes."""
         admit(self.manager, seq)
 
     def append(self, seq: Any) -> None:
-        """Room for one more token; inside a block the scheduler sees that it need not ask."""
+        """Allocates a slot for one more token; inside a block, the scheduler does not call the
+        manager."""
         if seq.num_computed_tokens >= seq.slots_ready_until:
-            self.manager.may_append(seq, 1)
+            self.manager.allocate_slots(seq, 1)
             seq.slots_ready_until = self.manager.slots_ready_until(seq)
 
     def advance(self, seq: Any) -> None:
-        """The token is there, and the step's plan has taken what changed."""
+        """Appends the token, after the plan has read the table's changes."""
         seq.num_computed_tokens += 1
         self.manager.updates = []
 
     def deallocate(self, seq: Any) -> None:
-        """Gives the blocks back."""
+        """Frees the blocks."""
         self.manager.deallocate(seq)
 
 
 class Peer:
-    """The same on the block manager of a nano-vllm checkout, as its scheduler calls it."""
+    """The same on the block manager of a nano-vllm checkout, called as by its scheduler."""
 
     name = "nano-vllm"
 
@@ -105,27 +106,28 @@ class Peer:
         return self.sequence(token_ids)
 
     def admit(self, seq: Any) -> None:
-        """Looks up, takes, indexes."""
+        """Looks up, allocates, indexes."""
         self.manager.allocate(seq, self.manager.can_allocate(seq))
         seq.num_scheduled_tokens = seq.num_tokens - seq.num_cached_tokens
         self.manager.hash_blocks(seq)
 
     def append(self, seq: Any) -> None:
-        """Room for one more token, which the peer appends before it asks."""
+        """Allocates a slot for one more token, which the peer appends first."""
         if self.manager.can_append(seq):
-            self.manager.may_append(seq)
+            self.manager.allocate_slots(seq)
 
     def advance(self, seq: Any) -> None:
-        """The token is there."""
+        """Does nothing: the token is already appended."""
         seq.append_token(1)
 
     def deallocate(self, seq: Any) -> None:
-        """Gives the blocks back."""
+        """Frees the blocks."""
         self.manager.deallocate(seq)
 
 
 def find_peer(path: Path) -> str | None:
-    """Makes the peer importable without what its package imports; or says why it can't be."""
+    """Makes the peer importable without the dependencies of its package; or returns why it can't
+    be."""
     if not (path / "nanovllm" / "engine" / "block_manager.py").is_file():
         return f"no nanovllm/engine/block_manager.py in {path}"
     package = types.ModuleType("nanovllm")
@@ -141,7 +143,7 @@ def find_peer(path: Path) -> str | None:
 
 
 def measure(sides: list[type[Ours] | type[Peer]], num_blocks: int, num_rounds: int) -> Columns:
-    """Median microseconds of each operation in a pool of `num_blocks`; building it in seconds."""
+    """Median microseconds of each operation in a pool of `num_blocks`; construction in seconds."""
     draw = random.Random(0)
     times: dict[str, dict[str, list[float]]] = {side.name: defaultdict(list) for side in sides}
     pools: list[Ours | Peer] = []
@@ -196,7 +198,7 @@ def measure(sides: list[type[Ours] | type[Peer]], num_blocks: int, num_rounds: i
 
 
 def main() -> None:
-    """Prints a table: operations by size of the pool, ours and the peer's in turn."""
+    """Prints a table: operations by size of the pool, for both sides."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sizes", type=int, nargs="+", default=[1_000, 100_000, 1_000_000])
     parser.add_argument("--rounds", type=int, default=1_000, help="calls of each operation")

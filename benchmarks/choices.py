@@ -1,8 +1,8 @@
 """What a multiple-choice question costs: `python benchmarks/choices.py`; needs nanoengine[eval].
 
-Questions of some context and a few choices, scored by the door of lm-evaluation-harness
-(`nanoengine.bench.evaluation`), at several sizes of a KV block: prompt tokens that were computed,
-of those that were asked, and seconds. The sizes take turns, round by round; a time is the median.
+Questions with a context and a few choices, scored through lm-evaluation-harness
+(`nanoengine.bench.evaluation`), with several block sizes: the share of prompt tokens that are
+computed, and seconds. The sizes alternate; a time is the median over the rounds.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ Request = tuple[None, list[int], list[int]]
 
 
 def make_requests(questions: int, choices: int, context: int, choice: int) -> list[Request]:
-    """Random token ids; the choices of a question share its context alone, in an order as drawn."""
+    """Random token ids; the choices of a question share only its context, and are in random
+    order."""
     draw = random.Random(0)
     requests: list[Request] = []
     for _ in range(questions):
@@ -39,7 +40,7 @@ def make_requests(questions: int, choices: int, context: int, choice: int) -> li
 
 
 def measure(model: NanoEngineLM, requests: list[Request]) -> tuple[int, float]:
-    """Prompt tokens computed, and seconds."""
+    """Computed prompt tokens, and seconds."""
     model.llm.reset_prefix_cache()
     before, start = model.llm.stats().prefill_tokens, time.perf_counter()
     model._loglikelihood_tokens(requests, disable_tqdm=True)
@@ -47,7 +48,7 @@ def measure(model: NanoEngineLM, requests: list[Request]) -> tuple[int, float]:
 
 
 def main() -> None:
-    """Prints a line for each size of a block."""
+    """Prints one line per block size."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", choices=("demo", *SHAPES), default="small")
     parser.add_argument("--block-sizes", type=int, nargs="+", default=[64, 16])

@@ -1,10 +1,11 @@
-"""Kernels of one step on this CPU: attention and linear layers, each against its alternatives.
+"""Kernels of one step on this CPU: attention and linear layers, compared with alternatives.
 
     python -m benchmarks.cpu_kernels --threads 1 --only linear --seconds 2
 
-Alternatives take turns call by call, so a busy machine slows all of them alike. With one thread,
-CPU time is measured instead of the clock, which other programs disturb less. One JSON line a case:
-the 10th percentile and the median in ms, for attention also GB/s or GFLOP/s at the median.
+Alternatives alternate after each call, so a busy machine slows all of them equally. With one
+thread, CPU time is measured instead of wall time, because other programs disturb it less. One JSON
+line per case: the 10th percentile and the median in ms, for attention also GB/s or GFLOP/s at the
+median.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ def compare(
     work: dict[str, int] | None = None,
     **labels: object,
 ) -> None:
-    """Times the calls in turn and prints one line; with their work (bytes, FLOPs) also 1e9 a s."""
+    """Times the calls, alternating, and prints one line; with `work` (bytes, FLOPs), also 1e9 per
+    s."""
     clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     times: dict[str, list[float]] = {name: [] for name in calls}
     for call in calls.values():
@@ -67,9 +69,9 @@ def attention_call(
     shape: str, lengths: list[tuple[int, int]], block_size: int, layers: int,
     dtype: torch.dtype = torch.float32, kv_dtype: torch.dtype = torch.float32,
 ) -> Callable[[], object]:  # fmt: skip
-    """One layer's forward; each call takes the next of `layers` caches, to read from memory.
+    """One layer's forward; each call uses the next of `layers` caches, so that memory is read.
 
-    Numbers of the queries are float32; a `dtype` of bfloat16 rounds them for the products.
+    Queries are float32; with a `dtype` of bfloat16 they are rounded for the products.
     """
     _, _, heads, k_heads, head_dim = SHAPES[shape]
     count = [-(-seq_len // block_size) for _, seq_len in lengths]
@@ -109,7 +111,7 @@ def attention_call(
     return call
 
 
-KINDS = {  # what a model computes in, and what its cache holds
+KINDS = {  # compute dtype, and dtype of the cache
     "float32": (torch.float32, torch.float32),
     "float32, KV bf16": (torch.float32, torch.bfloat16),
     "float32, KV int8": (torch.float32, torch.int8),
@@ -119,7 +121,7 @@ KINDS = {  # what a model computes in, and what its cache holds
 
 
 def decode(shape: str, seconds: float) -> None:
-    """Decodes by each kind of numbers: ms, and GB/s of the keys and values that are read."""
+    """Decodes with each pair of dtypes: ms, and GB/s of the keys and values that are read."""
     _, _, _, k_heads, head_dim = SHAPES[shape]
     for batch, context in itertools.product((1, 8, 32), (256, 1024, 4096)):
         rows = 2 * batch * context * k_heads
@@ -137,7 +139,7 @@ def decode(shape: str, seconds: float) -> None:
 
 
 def prefill(shape: str, seconds: float) -> None:
-    """The last 1,024 tokens of a prompt: ms, and GFLOP/s of what is not masked."""
+    """The last 1,024 tokens of a prompt: ms, and GFLOP/s of the unmasked part."""
     _, _, heads, _, head_dim = SHAPES[shape]
     for context in (1024, 4096, 16384):
         calls = {
@@ -168,7 +170,7 @@ def module_of(weight: torch.Tensor) -> torch.nn.Linear:
 
 
 def linear(shape: str, seconds: float) -> None:
-    """Four layers' matrices at each number of tokens, by every way there is to multiply them."""
+    """Four layers' matrices at each number of tokens, with every implementation of the product."""
     hidden, intermediate, heads, k_heads, head_dim = SHAPES[shape]
     sizes = [
         ((heads + 2 * k_heads) * head_dim, hidden), (hidden, heads * head_dim),

@@ -1,14 +1,14 @@
-"""What drafts buy or lose on machines that are a formula: `python benchmarks/drafts_simulated.py`.
+"""Gains and losses of drafting on simulated machines: `python benchmarks/drafts_simulated.py`.
 
-The recorded texts of `speculative.py`, and words by chance in which every match is an accident, are
-decoded by steps whose seconds a formula gives: a part that any step takes, one for each row, one
-for any draft, one for each sequence that is looked at. The drafter and the decisions are the
-engine's own; nothing is computed. So all combinations of machine, batch and text take a minute, and
-a loss is seen that a measurement would hide. `--noise 0.1 --bursts 0.2` disturbs the machine as
-other programs do: each step takes up to so much longer, and some take twice as long.
+The recorded texts of `speculative.py`, and random words in which every match is an accident, are
+decoded in steps whose time a formula gives: a constant, a cost per row, a cost if there is any
+draft, and a cost per lookup of the drafter. The drafter and the decisions are the engine's; nothing
+is computed. So all combinations of machine, batch and text take one minute, and small losses are
+visible, which measurements would hide. `--noise 0.1 --bursts 0.2` disturbs the machine as other
+programs do: each step takes up to this share longer, and some steps take twice as long.
 
-Printed are tokens a second over those without drafts: the median of some runs, each after another
-one that has taught the engine what its steps cost.
+The output is the ratio of tokens per second with and without drafts: the median of some runs, each
+after another run in which the engine has learned its step costs.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ from speculative import recorded
 
 from nanoengine.core.plan import StepPlan, StepResult, StepTimes
 from nanoengine.core.sequence import Request, Sequence
-from nanoengine.features.drafting import Drafting
-from nanoengine.features.ngram import NgramDrafter
+from nanoengine.features.speculative.drafting import Drafting
+from nanoengine.features.speculative.ngram import NgramDrafter
 from nanoengine.settings.params import SamplingParams
 from nanoengine.settings.speculative import NgramDrafts
 
 Text = tuple[list[int], list[int]]  # prompt, answer
 LOOK_S = 4e-6
-"""Of one sequence, measured: 47 us for 8 sequences, 600 us for 128 (Zen 5)."""
+"""Per sequence, measured: 47 us for 8 sequences, 600 us for 128 (Zen 5)."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Seconds of a step: `step_s`, `row_s` for each row, `draft_s` if it has any draft."""
+    """Seconds of a step: `step_s`, `row_s` per row, and `draft_s` if it has any draft."""
 
     step_s: float
     row_s: float
     draft_s: float = 2e-4
 
     def seconds(self, num_rows: int, num_drafts: int) -> float:
-        """Of one step."""
+        """Seconds of one step."""
         return self.step_s + self.row_s * (num_rows + num_drafts) + self.draft_s * bool(num_drafts)
 
 
@@ -56,25 +56,25 @@ MACHINES = {
 
 
 class Look(NgramDrafter):
-    """Takes time on a clock of its own."""
+    """An n-gram drafter whose calls advance a simulated clock."""
 
     now = 0.0
 
-    def look(self, sequences):
-        """As before, later."""
+    def find_candidates(self, sequences):
+        """As NgramDrafter, but it takes time."""
         self.now += LOOK_S * len(sequences)
-        return super().look(sequences)
+        return super().find_candidates(sequences)
 
 
 def by_chance(output_len: int) -> list[Text]:
-    """Words as often as Zipf's law has them: short matches abound, and mean nothing."""
+    """Random words with Zipf frequencies: short matches are frequent and accidental."""
     chance = random.Random(0)
     words = [[min(9999, int(chance.paretovariate(0.9))) + 200 for _ in range(900)] for _ in "12345"]
     return [(text[:300], text[300 : 300 + output_len]) for text in words]
 
 
 class Simulation:
-    """One engine's drafting on one machine, disturbed or not."""
+    """Drafting of one engine on one machine, disturbed or not."""
 
     def __init__(self, machine: Machine, noise: float, bursts: float) -> None:
         self.machine, self.noise, self.bursts = machine, noise, bursts
@@ -83,12 +83,12 @@ class Simulation:
         self.numbers = itertools.count()
 
     def tokens_a_second(self, texts: list[Text], seed: int, drafts: bool) -> float:
-        """Decodes all texts at once."""
+        """Decodes all texts in one batch."""
         disturb, began = random.Random(seed), self.drafter.now
         running = dict(enumerate(self._make(row, *text) for row, text in enumerate(texts)))
         while running:
             sequences = [seq for seq, _ in running.values()]
-            self.last_finished: list[Request] = []
+            self.last_finished_requests: list[Request] = []
             proposed: list[tuple[int, ...]] = [()] * len(sequences)
             if drafts and self.drafting.needs_tokens():
                 proposed = self.drafting.propose(sequences)
@@ -107,14 +107,14 @@ class Simulation:
                 seq.token_ids += tokens
                 if len(seq.token_ids) >= seq.max_num_tokens:
                     seq.finish("length")
-                    self.last_finished.append(seq.request)
+                    self.last_finished_requests.append(seq.request)
                     del running[seq.row]
             if drafts:
                 self.drafting.on_step(plan, result, self)
         return sum(len(answer) for _, answer in texts) / (self.drafter.now - began)
 
     def _make(self, row: int, prompt: list[int], answer: list[int]) -> tuple[Sequence, list[int]]:
-        """A sequence that stands at the end of its prompt, and all that it will be."""
+        """A sequence at the end of its prompt, and its complete tokens."""
         number, whole = next(self.numbers), prompt + answer
         params = SamplingParams(max_tokens=len(answer))
         request = Request(str(number), prompt, params, max_num_tokens=len(whole))
@@ -122,14 +122,14 @@ class Simulation:
 
 
 def right_ones(answer: list[int], drafts: tuple[int, ...]) -> list[int]:
-    """The drafts that are right, and the token behind them."""
+    """The accepted drafts, and the token after them."""
     pairs = zip(drafts, answer, strict=False)
     right = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
     return answer[: right + 1]
 
 
 def ratios(args: argparse.Namespace) -> Iterator[tuple[str, int, dict[str, float]]]:
-    """For each machine and batch: the ratio of each kind of text."""
+    """For each machine and batch size: the speed-up by kind of text."""
     for name, machine in MACHINES.items():
         for streams in args.streams:
             kinds = recorded(max(2, streams), args.output_len)

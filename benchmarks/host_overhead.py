@@ -1,11 +1,11 @@
 """What a step costs outside the model: `python benchmarks/host_overhead.py`.
 
 The real scheduler, block manager and batch builder plan and prepare decode steps on the CPU; an
-executor that computes nothing answers with tokens. This time is lost to a GPU that waits for it.
-Median microseconds a step, by number of running sequences; wall time, and for the whole step CPU
-time, which other processes disturb less. A trace's cost is the CPU time of steps that are traced
-less that of steps that are not, of two engines that take turns, those in which blocks fill among
-them. With `--shape small` a model of random weights runs, and the cost is told as a share of its
+executor that computes nothing returns tokens. A GPU would wait for this time. The output is the
+median microseconds per step by number of running sequences: wall time, and for the whole step also
+CPU time, which other processes disturb less. The cost of a trace is the difference in CPU time of
+steps with and without a trace, in two engines that alternate; steps that fill blocks are included.
+With `--shape small` a model with random weights runs, and the cost is reported as a share of its
 step.
 """
 
@@ -37,7 +37,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.suite.shapes import SHAPES, write_shape
 
 PROMPT_LEN = 128
-IN_TURN = 32  # twice a block, so that every round has as many steps in which blocks fill
+IN_TURN = 32  # twice per block, so that every round has equally many steps that fill blocks
 
 
 class PreparingExecutor(NoExecutor):
@@ -53,7 +53,7 @@ class PreparingExecutor(NoExecutor):
         )
 
     def launch(self, plan: StepPlan) -> Answered:
-        """Prepares the plan; the forward takes no time."""
+        """Prepares the plan; the forward pass takes no time."""
         start = time.perf_counter()
         self.rows.update(plan)
         _, lines = self.rows.make_batch(plan)
@@ -67,7 +67,8 @@ class PreparingExecutor(NoExecutor):
 
 
 def build(num_seqs: int, num_steps: int, trace: Path | None = None) -> LLMEngine:
-    """An engine with room for all sequences, all of them queued; `trace` is a file to trace it."""
+    """An engine that runs all sequences, which are already queued; `trace` is the file of its
+    trace."""
     max_model_len = PROMPT_LEN + num_steps + 2
     engine = make_engine(
         PreparingExecutor(num_seqs, max_model_len),
@@ -109,9 +110,9 @@ def measure(num_seqs: int, num_steps: int) -> dict[str, float]:
 def trace_cost(
     make: Callable[[Path | None], LLMEngine], rounds: int, clock: Callable[[], float]
 ) -> tuple[float, float]:
-    """Microseconds of a step without a trace and with one: medians over rounds.
+    """Microseconds per step without and with a trace: medians over rounds.
 
-    Two equal engines take turns of 32 steps, so that what else the machine does meets both: the
+    Two equal engines alternate after 32 steps, so that other load on the machine affects both: the
     plain one, the traced one twice, the plain one.
     """
     plain, traced = list[float](), list[float]()
@@ -140,14 +141,14 @@ def _median_of_pairs(values: list[float]) -> float:
 
 
 def measure_trace(num_seqs: int, rounds: int) -> dict[str, float]:
-    """What a trace costs a step of an executor that computes nothing."""
+    """The cost of a trace per step, with an executor that computes nothing."""
     make = functools.partial(build, num_seqs, 2 * rounds * IN_TURN + 2)
     without, traced = trace_cost(make, rounds, time.process_time)
     return {"trace, CPU time": traced - without}
 
 
 def run_shape(shape: str, num_seqs: int, rounds: int) -> None:
-    """Prints what a trace costs a decode step of a model, by the clock on the wall."""
+    """Prints the cost of a trace per decode step of a model, in wall time."""
     num_tokens = 2 * rounds * IN_TURN + 2
     params = SamplingParams(max_tokens=num_tokens, ignore_eos=True, temperature=0)
 

@@ -2,15 +2,15 @@
 
     python benchmarks/kv_dtypes.py --case 1x16384 --case 32x4096 --case 1x4096x1024
 
-Each case is a step of so many sequences of so many tokens, from the token ids to the most likely
-ones, on a model with random weights: a decode, or with a third number that many last tokens of a
-prompt. Caches hold random bytes of a prompt that nobody computed: what is read takes the same time
-whatever it says. The blocks of a sequence are drawn from all, so that 32 sequences need no 32
-contexts of memory, and no two of them share a prefix.
+A case SEQUENCESxCONTEXT is a decode step of this many sequences with this many tokens of context,
+from token ids to the most likely tokens, on a model with random weights; a third number makes it a
+prefill of this many last tokens. The caches contain random bytes: reading takes the same time for
+any content. The blocks of all sequences come from one small pool, so that 32 sequences do not need
+the memory of 32 contexts, and no two sequences share a prefix.
 
-Dtypes take turns step by step, and each step is followed by the attention of all its layers alone.
-One JSON line a case and round: the median step in ms, tok/s, attention's ms and the GB/s at which
-a decode reads keys and values, how many tokens a GiB holds; and how many times as fast int8 is.
+The dtypes alternate step by step, and after each step the attention of all its layers is measured
+alone. One JSON line per case and round: the median step in ms, tok/s, attention's ms and the GB/s
+of keys and values that a decode reads, tokens per GiB; and the speed-up of int8.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.suite.shapes import write_shape
 
 BLOCK_SIZE, LONGEST = 64, 32_768  # tokens
-MAX_BLOCKS = 1025  # of 65,536 tokens, far more than caches of the CPU hold
+MAX_BLOCKS = 1025  # 65,536 tokens: far more than the CPU's caches hold
 
 
 def filled(model: str, kv_cache_dtype: str, dtype: str, isa: str | None) -> LLMEngine:
-    """An engine whose cache holds small random numbers."""
+    """An engine whose cache contains small random values."""
     engine = build_engine(
         EngineConfig(
             model=model, load_format="dummy", device="cpu", dtype=dtype, cpu_isa=isa,
@@ -48,7 +48,7 @@ def filled(model: str, kv_cache_dtype: str, dtype: str, isa: str | None) -> LLME
         )
     )  # fmt: skip
     kv = engine.executor.kv_cache.kv
-    if kv.dtype == torch.int8:  # in each head of a block the scales are behind all numbers
+    if kv.dtype == torch.int8:  # in each head of a block, the scales follow the values
         heads = kv.flatten(-2)
         numbers = kv.shape[-2] * (kv.shape[-1] - 4)
         heads[..., :numbers].random_(-127, 128)
@@ -76,9 +76,9 @@ def batch_of(sequences: int, context: int, queries: int) -> Batch:
 
 
 def attention_alone(engine: LLMEngine, batch: Batch) -> float:
-    """Seconds that the attention of all layers takes, over the same keys and values as in a step.
+    """Seconds for the attention of all layers, over the same keys and values as in a step.
 
-    Each layer is a call from Python here, some 30 us.
+    Each layer is one call from Python here, about 30 us.
     """
     layers, backend = engine.executor.model.attention_layers, engine.executor.backend
     spec = layers[0].spec

@@ -1,10 +1,10 @@
 """What KV tiers save: `python benchmarks/kv_tiers.py --model small`.
 
-    restart   questions on documents, after a restart: a disk tier that holds the documents' blocks,
-              or no tier; the time to a request's first token is reported as well
-    preempt   more requests than the pool can hold to their end: those that are preempted are loaded
-              from host memory, or computed again. With `admission="watermark"`: the default policy
-              avoids the preemptions that are to be measured
+    restart   questions on documents, after a restart: with a disk tier that contains the documents'
+              blocks, and without tiers; the time to first token is reported as well
+    preempt   more requests than the pool can hold: preempted requests are loaded from host memory
+              or recomputed. With `admission="watermark"`, because the default policy avoids
+              preemptions
 
 Every run is a new engine; loading the model is not counted.
 """
@@ -48,7 +48,7 @@ def timed(
 
 
 def restart(args: argparse.Namespace, options: dict[str, Any]) -> dict[str, Any]:
-    """Requests on documents whose blocks a directory holds since the process before."""
+    """Requests on documents whose blocks were stored on disk by an earlier process."""
     draw = random.Random(0)
     documents = [
         [draw.randrange(10, 200) for _ in range(args.prefix_len)] for _ in range(args.documents)
@@ -73,10 +73,10 @@ def restart(args: argparse.Namespace, options: dict[str, Any]) -> dict[str, Any]
 
 
 def preempt(args: argparse.Namespace, options: dict[str, Any]) -> dict[str, Any]:
-    """More requests than blocks: the prompts of all fit, what they grow to does not.
+    """More requests than blocks: all prompts fit, but not with their outputs.
 
-    Why they grow by much: a preempted sequence finds its blocks on the device as long as nobody
-    else has taken them.
+    Why the outputs are long: a preempted sequence finds its blocks on the device until other
+    sequences have used them.
     """
     draw = random.Random(1)
     length, size, output_len = args.prefix_len, options["block_size"], args.grow_by

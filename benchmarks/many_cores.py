@@ -1,20 +1,20 @@
-"""What a step takes on more cores than anyone here has: `python -m benchmarks.many_cores`.
+"""Estimated step times on CPUs with more cores than available: `python -m benchmarks.many_cores`.
 
-A model of costs, not a measurement. A step is a list of parts, as the compiled layers have them
-(`kernels/cpu_decoder.py`). A part is a number of equal items, each some bytes and FLOPs: tiles of a
-weight, or parts of their rows, tasks of attention, rows of a norm. Workers share the items; none is
-cut. So
+A cost model, not a measurement. A step is a list of parts, as in the fused layers
+(`kernels/cpu_decoder.py`). A part has a number of equal items, each with some bytes and FLOPs:
+tiles of a weight or slices of their rows, tasks of attention, rows of a norm. Workers share the
+items; an item is not split.
 
     part = fork and join of W workers
-         + the larger of   all bytes / what the memory gives, the fullest worker's / a core's share
-                           the fullest worker's FLOPs / a core's rate
+         + the larger of   all bytes / memory bandwidth, the busiest worker's bytes / a core's share
+                           FLOPs of the busiest worker / a core's rate
     step = sum of parts + the host's part, which one core does
 
-`--measure` checks the model on this machine with 1 to all of its cores, by figures that it measures
-there: what one core and all of them read and multiply, and what a fork costs. The machines of the
-table are made up; their figures stand below. What is assumed and was never measured: that a fork
-grows by 60 ns a worker (each takes a piece and says that it is done, on one cache line), twice that
-between sockets, and that memory of the other socket is read at half the rate.
+`--measure` checks the model on this machine with 1 to all of its cores, with values that it
+measures: bandwidth and FLOP/s of one core and of all, and the cost of a fork. The machines of the
+table are hypothetical; their values are below. Assumed and never measured: a fork takes 60 ns more
+per worker (each takes an item and reports its end, on one cache line), twice that between sockets,
+and memory of the other socket is read at half the rate.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from typing import Any
 
 from benchmarks.suite.shapes import SHAPES
 
-TILE = 32  # outputs of a weight that are one item, with AVX-512
-LEAST_ROWS, PIECES = 32, 4  # as in `kernels/cpu_linear.py` and `kernels/pool.py`
-SPLIT = 256  # tokens of a context that are one item of attention
-SMALL = 8192  # numbers that one thread norms or gates alone
-OF_RATE = 0.85  # of the multipliers' rate that a product of many rows reaches
+TILE = 32  # outputs of a weight per item, with AVX-512
+MIN_PART_ROWS, PIECES = 32, 4  # as in `kernels/cpu_linear.py` and `kernels/pool.py`
+SPLIT = 256  # tokens of a context per item of attention
+SMALL = 8192  # values that one thread normalizes or gates alone
+OF_RATE = 0.85  # share of the peak rate that a product of many rows reaches
 
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """Bytes/s that a core and a socket's memory give, FLOP/s of a core, seconds of a fork with no
-    worker and of each worker; `far`: share of its rate at which another socket's memory is read."""
+    """Bytes/s of a core and of a socket's memory, FLOP/s of a core, seconds of a fork without
+    workers and per worker; `far`: the relative rate at which another socket's memory is read."""
 
     cores: int
     core_bytes: float
@@ -50,7 +50,7 @@ class Machine:
     far: float = 0.5
 
     def fork(self, workers: int) -> float:
-        """Seconds until all workers have begun and been waited for."""
+        """Seconds until all workers have started and ended."""
         if workers == 1:
             return 0.0
         return self.fork_s + self.worker_s * workers * self.sockets
@@ -72,8 +72,8 @@ MACHINES = {
 
 @dataclass(frozen=True)
 class Part:
-    """`count` equal items; bytes and FLOPs of one. `placed`: each worker reads from its socket.
-    `shared`: so many items read the same bytes."""
+    """`count` equal items; bytes and FLOPs per item. `placed`: each worker reads from its own
+    socket. `shared`: the number of items that read the same bytes."""
 
     name: str
     count: int
@@ -86,16 +86,16 @@ class Part:
 def product(
     name: str, rows: int, inputs: int, outputs: int, element: float, workers: int, tile: int = TILE
 ) -> Part:
-    """Of all rows with one weight; rows are cut as `cpu_linear.row_parts` does."""
+    """The product of all rows with one weight; rows are split as in `cpu_linear.row_parts`."""
     tiles, cuts = -(-outputs // tile), 1
-    while tiles * cuts < PIECES * workers and rows >= (cuts + 1) * LEAST_ROWS:
+    while tiles * cuts < PIECES * workers and rows >= (cuts + 1) * MIN_PART_ROWS:
         cuts += 1
     flops = 2.0 * rows * inputs * tile / cuts
     return Part(name, tiles * cuts, inputs * tile * element, flops, shared=cuts)
 
 
 def by_rows(name: str, rows: int, size: int) -> Part:
-    """A norm or a gate: one item where it is small."""
+    """A norm or a gate: one item if it is small."""
     count = rows if rows * size > SMALL else 1
     return Part(name, count, 0.0, 8.0 * rows * size / count)
 
@@ -108,7 +108,7 @@ def layer_parts(
     kv_element: float,
     workers: int,
 ) -> list[Part]:
-    """Of one layer, each row being the decode of a sequence with so much context."""
+    """The parts of one layer, for decodes with this context each."""
     hidden, inner = shape["hidden_size"], shape["intermediate_size"]
     heads, kv_heads, dim = (
         shape[name] for name in ("num_attention_heads", "num_key_value_heads", "head_dim")
@@ -130,14 +130,14 @@ def layer_parts(
 
 
 def head_part(shape: dict[str, Any], rows: int, element: float, workers: int) -> Part:
-    """The vocabulary; where few greedy rows screen it, a byte a weight is read."""
+    """The LM head; if few greedy rows use its int8 bound, one byte per weight is read."""
     screened = rows <= 8 and element > 1
     element = 1 if screened else element
     return product("head", rows, shape["hidden_size"], shape["vocab_size"], element, workers)
 
 
 def seconds(part: Part, machine: Machine, workers: int) -> float:
-    """Of one part."""
+    """Seconds of one part."""
     active = min(part.count, workers)
     if active == 1:
         workers = 1
@@ -145,7 +145,9 @@ def seconds(part: Part, machine: Machine, workers: int) -> float:
     memory = machine.socket_bytes * machine.sockets
     if machine.sockets > 1 and not part.placed:
         memory *= (1 + machine.far) / 2
-    each = part.item_bytes / part.shared  # what a core reads for one: parts of a tile lie together
+    each = (
+        part.item_bytes / part.shared
+    )  # bytes that a core reads for one item: slices of a tile are adjacent
     read = max(part.count * each / memory, most * each / machine.core_bytes)
     computed = most * part.item_flops / (machine.core_flops * OF_RATE)
     return machine.fork(workers) + max(read, computed)
@@ -162,7 +164,7 @@ def step_seconds(
     host_s: float = 0.0,
     workers: int | None = None,
 ) -> dict[str, float]:
-    """Seconds of a step by part; "forks" is what all of them take, "host" is one core's."""
+    """Seconds of a step by part; "forks" is the sum of all forks, "host" runs on one core."""
     workers = workers or machine.cores
     found = {"host": host_s, "forks": 0.0}
     layers = layer_parts(shape, rows, context, element, kv_element, workers)
@@ -178,12 +180,12 @@ def step_seconds(
 
 
 def host_seconds(rows: int) -> float:
-    """The host's part of a decode step: 0.2 ms, and 4 us a row."""
+    """The host's part of a decode step: 0.2 ms, and 4 us per row."""
     return 2e-4 + 4e-6 * rows
 
 
 def table() -> Iterator[str]:
-    """Tokens a second of each machine, and where the time goes."""
+    """Tokens per second of each machine, and the shares of the time."""
     for name, element in (("small", 4), ("qwen3-0.6b", 2), ("llama3-8b", 2)):
         shape = SHAPES[name]
         for where, machine in MACHINES.items():
@@ -203,7 +205,7 @@ def table() -> Iterator[str]:
 
 
 def idle_share(shape: dict[str, Any], machine: Machine, rows: int, element: float) -> float:
-    """Of the time of products: what cores wait because items are not cut."""
+    """The share of the products' time in which cores wait, because items are not split."""
     whole = even = 0.0
     for part in layer_parts(shape, rows, 512, element, element, machine.cores):
         if part.name in ("qkv", "o", "gate_up", "down"):
@@ -221,7 +223,8 @@ def idle_share(shape: dict[str, Any], machine: Machine, rows: int, element: floa
 
 
 def measured_machine(threads: int) -> Machine:
-    """What so many threads of this machine read and multiply, and what their fork costs."""
+    """What this number of threads reads and computes on this machine, and the cost of their
+    fork."""
     import torch
 
     from benchmarks.suite.peak import measure_cpu_peaks
@@ -245,7 +248,7 @@ def empty_jobs(workers: int, times: int = 2000) -> float:
 
     from nanoengine.kernels.pool import touch
 
-    page = np.zeros(4 * workers, np.uint8)  # one page at most: nothing to do but come and go
+    page = np.zeros(4 * workers, np.uint8)  # at most one page: workers only start and end
     touch(page, workers)
     began = time.perf_counter()
     for _ in range(times):
@@ -258,7 +261,7 @@ def empty_jobs(workers: int, times: int = 2000) -> float:
 
 
 def check(shape_name: str, rows: list[int]) -> Iterator[str]:
-    """The model beside real steps, with one core and with all."""
+    """Compares the model with real steps, with one core and with all."""
     import os
     import tempfile
     from pathlib import Path
@@ -296,7 +299,7 @@ def check(shape_name: str, rows: list[int]) -> Iterator[str]:
 
 
 def median_step(llm: Any, rows: int, params: Any) -> float:
-    """Seconds of a decode of so many sequences, of 80 to 112 tokens each."""
+    """Seconds of a decode of this many sequences, with 80 to 112 tokens each."""
     engine, times = llm.engine, []
     for i in range(rows):
         prompt = [5 + i, *range(400, 479)]

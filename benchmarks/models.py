@@ -1,15 +1,15 @@
-"""How fast families run beside Qwen3 of the same shape: `python benchmarks/models.py --scale 0.1`.
+"""Speed of families relative to Qwen3 of one shape: `python benchmarks/models.py --scale 0.1`.
 
-Random weights of one shape, each family with its own norms, biases, factors and rotation; and a
-mixture of experts that computes as much a token as the dense model. Models take turns, round by
-round, decoding `--streams` prompts of `--context` tokens at once; `--only` names some of them.
+Random weights of one shape, each family with its own norms, biases, factors and RoPE; and a mixture
+of experts with the same computation per token as the dense model. The models alternate and decode
+`--streams` prompts of `--context` tokens; `--only` selects some of them.
 
     python benchmarks/models.py --limits qwen3-30b-a3b gpt-oss-20b --ways bfloat16 int8 --layers 4
 
-`--limits` sets shapes beside what the machine allows instead: a step of 1, 8 and 32 streams and a
-prompt of 512 tokens beside the bytes of weights that it must read and the products that it must
-compute, by rates that are measured around each. Of a shape's layers `--layers` are kept, and as
-much of its vocabulary.
+`--limits` compares shapes with the limits of the machine instead: steps of 1, 8 and 32 streams and
+a prompt of 512 tokens, compared with the bytes of weights to read and the products to compute, at
+rates that are measured before and after each. `--layers` reduces the layers of a shape, and its
+vocabulary in proportion.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ LATENT = {
     "num_experts_per_tok": 2, "moe_intermediate_size": 64, "num_attention_heads": 4,
     "num_key_value_heads": 4, "intermediate_size": 1680,
 }  # fmt: skip
-"""Heads of DeepSeek-V2-Lite's sizes and dense MLPs: as many weights as Qwen3 in shape `small`."""
+"""Heads with DeepSeek-V2-Lite's sizes and dense MLPs: as many weights as Qwen3 in shape `small`."""
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3ForCausalLM", {}),
     "phi3": ("Phi3ForCausalLM", {}),
@@ -96,7 +96,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "lfm3": ("Lfm3ForCausalLM", {"conv_L_cache": 7, "sliding_window": 256, "norm_eps": 1e-5}),
 }
-"""Name -> architecture and the keys that make it what it is; the sizes are the shape's."""
+"""Name -> architecture and its specific keys; the sizes are the shape's."""
 
 
 def write_family(name: str, shape: str, directory: Path) -> None:
@@ -117,7 +117,7 @@ def write_family(name: str, shape: str, directory: Path) -> None:
 
 
 def timed(llm: LLM, prompts: list[list[int]], output_len: int) -> Run:
-    """All prompts at once, from the prefix cache: almost nothing but decodes."""
+    """All prompts in one batch, with prefix cache hits: almost all steps are decodes."""
     params = SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=True)
     clock = Clock()
     outputs = llm.generate(prompts, params, use_tqdm=False)
@@ -135,17 +135,17 @@ WAYS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
                                    "model.embed_tokens", "lm_head"],
     }}),
 }  # fmt: skip
-"""What weights are stored in -> the numbers that are multiplied; options; keys of the config."""
+"""Dtype of the weights -> compute dtype; options; keys of the config."""
 
 
 class Weights:
-    """Bytes that are read of a model's weights, and numbers that a row is multiplied by.
+    """Bytes of a model's weights that are read, and multiplications per row.
 
     Attributes:
-        every, head, experts: [bytes, numbers] of what each row takes, of the head, and of all
-            experts. Of a head with a screen the screen's bytes count alone.
-        taken: the share of its experts that a row takes.
-        layers: so many have experts.
+        every, head, experts: [bytes, multiplications] of the part that each row uses, of the head,
+            and of all experts. For a head with an int8 bound, only the bound's bytes count.
+        taken: the share of its experts that a row uses.
+        layers: number of layers with experts.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -164,10 +164,10 @@ class Weights:
                 self.every += _size(method)
 
     def least_ms(self, rows: int, is_prompt: bool, gbs: float, gflops: float) -> float:
-        """What the machine needs to read the weights of a step, each once, or to multiply its rows
-        by them, whichever takes longer. Rows choose their experts by chance.
+        """The time that the machine needs to read the weights of a step once, or to multiply its
+        rows by them, whichever is longer. Rows select random experts.
 
-        Of a prompt one row alone passes the head and the last layer's experts.
+        In a prompt, only one row uses the head and the last layer's experts.
         """
         shares = np.array([1 - (1 - self.taken) ** rows, rows * self.taken])
         experts, last = self.experts * shares, 1 if is_prompt else rows
@@ -178,7 +178,7 @@ class Weights:
 
 
 def _size(method: Any) -> np.ndarray:
-    """Bytes that are read of one weight, and its numbers."""
+    """Bytes that are read of one weight, and its multiplications per row."""
     screen = method.values.numpy() if getattr(method, "slack", None) is not None else None
     read = method.weight_operands() if screen is None else (screen,)
     rows, inputs = getattr(method, "shape", None) or (method.out_features, method.in_features)
@@ -186,8 +186,8 @@ def _size(method: Any) -> np.ndarray:
 
 
 def steps_ms(llm: LLM, prompts: list[list[int]], tokens: int) -> list[float]:
-    """The time from each step's beginning to the next one's or to the end, in order; of one thread
-    its CPU time, which other programs disturb less."""
+    """The time from the start of each step to the start of the next one or the end, in order. With
+    one thread, CPU time, which other programs disturb less."""
     begun, step = [], llm.engine.step
     clock = time.process_time if get_num_threads() == 1 else time.perf_counter
 
@@ -203,8 +203,8 @@ def steps_ms(llm: LLM, prompts: list[list[int]], tokens: int) -> list[float]:
 
 
 def beside_limits(args: argparse.Namespace, shape: str, way: str) -> dict[str, Any]:
-    """Each step's time and the share of it that the machine needs: the medians over `--rounds` of a
-    round's fast steps, a tenth of which are faster, since rates are the fastest that are seen."""
+    """The time of each step and the share of it that the machine needs: medians over `--rounds` of
+    the 10th percentile of a round, because rates are maxima, too."""
     kind, options, keys = WAYS[way]
     draw, work = random.Random(0), {"1": 1, "8": 8, "32": 32, "prompt of 512": 512}
     with TemporaryDirectory() as scratch:
@@ -230,7 +230,9 @@ def beside_limits(args: argparse.Namespace, shape: str, way: str) -> dict[str, A
             for name, rows in work.items():
                 is_prompt = rows == 512
                 given = prompts(1, 512) if is_prompt else prompts(rows, args.context)
-                if not is_prompt:  # Behind the prefix cache, so that only the first is no decode.
+                if (
+                    not is_prompt
+                ):  # A prefix cache hit, so that only the first step is not a decode.
                     steps_ms(llm, given, 1)
                 before = measure_cpu_peaks([kind], seconds=0.2)
                 taken = steps_ms(llm, given, 1 if is_prompt else 1 + max(2, round(64 * args.scale)))
@@ -257,7 +259,8 @@ def beside_limits(args: argparse.Namespace, shape: str, way: str) -> dict[str, A
 
 
 def main() -> None:
-    """Loads all models and lets them take turns, or each by itself beside the machine's limits."""
+    """Loads all models and alternates between them, or compares each one with the machine's
+    limits."""
     options = parser(__doc__)
     options.set_defaults(model="small")
     options.add_argument("--scale", type=float, default=1.0, help="share of the 128 output tokens")

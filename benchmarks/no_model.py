@@ -1,7 +1,7 @@
-"""An engine that computes nothing: what is left is the time of the host.
+"""An engine that computes nothing: the remaining time is the host's.
 
-The real scheduler and block manager plan; an executor answers every plan with token 1. Used by
-`host_overhead.py`, which has it prepare tensors as well, and by `batch.py`.
+The real scheduler and block manager plan; an executor samples token 1 in every row. Used by
+`host_overhead.py`, which also prepares tensors, and by `batch.py`.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ VOCAB_SIZE = 2**17
 
 
 class Answered:
-    """A step whose result is there at once."""
+    """A step whose result is available at once."""
 
     def __init__(self, result: StepResult) -> None:
         self._result = result
 
     def result(self) -> StepResult:
-        """The same each time."""
+        """Always the same result."""
         return self._result
 
 
 class NoExecutor:
-    """Token 1 for every row that wants one."""
+    """Token 1 for every row that samples."""
 
     def launch(self, plan: StepPlan) -> Answered:
-        """Nothing runs."""
+        """Nothing to start."""
         return Answered(StepResult(token_ids=[[1] * count for count in plan.num_logits]))
 
     def shutdown(self) -> None:
-        """Nothing to give back."""
+        """Nothing to free."""
 
 
 def make_engine(
@@ -47,7 +47,7 @@ def make_engine(
     max_num_batched_tokens: int,
     max_model_len: int,
 ) -> LLMEngine:
-    """An engine over such an executor."""
+    """An engine with this executor."""
     layout = KVLayout(
         num_blocks=num_blocks,
         block_size=BLOCK_SIZE,

@@ -1,12 +1,12 @@
-"""What forks save n answers to one prompt: `python benchmarks/parallel_sampling.py --model small`.
+"""What forks save with n > 1: `python benchmarks/parallel_sampling.py --model small`.
 
-The workload n8: 16 prompts of 512 tokens, n = 8, 64 tokens out; `--scale` takes fewer prompts.
+The workload n8: 16 prompts of 512 tokens, n = 8, 64 output tokens; `--scale` reduces the prompts.
 
     n            one request with n sequences: the prompt is computed once, its blocks are shared
-    n requests   n requests of one prompt each: the prefix cache shares all full blocks but the last
-    no cache     the same without the prefix cache: what sharing saves altogether
+    n requests   n requests with one prompt: the prefix cache shares all full blocks except the last
+    no cache     the same without the prefix cache: shows the total effect of sharing
 
-The seeds of the n requests are those of the n sequences, so that all three give the same answers.
+The n requests have the seeds of the n sequences, so that all three have the same outputs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from nanoengine.core.sequence import fork_seed
 
 
 def timed(llm: LLM, args: argparse.Namespace, prompts: list[list[int]], *, forked: bool) -> Run:
-    """All answers to all prompts, from an empty cache."""
+    """All completions of all prompts, with an empty cache."""
     llm.reset_prefix_cache()
     before = llm.stats()
     base = SamplingParams(temperature=1.0, max_tokens=args.output_len, ignore_eos=True)
@@ -50,7 +50,7 @@ def timed(llm: LLM, args: argparse.Namespace, prompts: list[list[int]], *, forke
 
 
 def main() -> None:
-    """Runs the three in turn."""
+    """Runs the three variants, alternating."""
     options = parser(__doc__)
     options.add_argument("--scale", type=float, default=1.0, help="share of the 16 prompts")
     options.add_argument("--n", type=int, default=8)

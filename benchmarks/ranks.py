@@ -1,11 +1,12 @@
 """What ranks cost on one machine: `python benchmarks/ranks.py --model small`.
 
-The same decodes, in turns, by one rank and by two (or `--ranks`) over gloo, in float32. A decoder
-layer is plain in both: a rank of several can't run it as one call, so `one rank` doesn't either.
-Each rank has its share of the CPU's threads, and the machine computes as much in sum, so what comes
-on top is the price of pipes, processes and sums. `fused` is one rank as it runs by default.
+The same decodes with one rank and with two (or `--ranks`) over gloo, alternating, in float32.
+Layers are not fused in either, because ranks do not support fused layers. Each rank has its share
+of the CPU's threads, and the total computation is equal, so the difference is the cost of pipes,
+processes and all-reduces. `fused` is one rank with the default settings.
 
-A shape whose KV heads the ranks don't divide gets as many of them as query heads: `small` 10 for 5.
+If the number of KV heads of a shape is not divisible by the ranks, it gets as many KV heads as
+query heads: `small` has 10 instead of 5.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from nanoengine.settings.params import SamplingParams
 
 
 def plain_layers(**options: Any) -> LLM:
-    """An LLM of one rank whose layers are not fused."""
+    """An LLM with one rank whose layers are not fused."""
     with mock.patch.object(FusedLayers, "takes", return_value=False):
         return LLM(**options)
 
@@ -40,7 +41,7 @@ def split_heads(directory: Path, ranks: int) -> None:
 
 
 def decodes(llm: LLM, num_seqs: int, num_tokens: int) -> Callable[[], Run]:
-    """Sequences of a short prompt, and the seconds that a step of all of them takes."""
+    """Sequences with a short prompt, and the seconds of a step of all of them."""
     prompts = [{"prompt_token_ids": [7 + i, 8, 9, 10]} for i in range(num_seqs)]
     params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
 
@@ -58,7 +59,7 @@ def decodes(llm: LLM, num_seqs: int, num_tokens: int) -> Callable[[], Run]:
 
 
 def main() -> None:
-    """Compares at one row a step, and at several."""
+    """Compares with one row per step, and with several."""
     options = parser(__doc__)
     options.add_argument("--ranks", type=int, default=2)
     options.add_argument("--max-tokens", type=int, default=32)

@@ -1,9 +1,9 @@
-"""What the comparing benchmarks share: ways of doing one job, taken in turn, and their ratios.
+"""What the comparing benchmarks share: variants of one job, which alternate, and their ratios.
 
-Each way is run once a round, A B A B, so that whatever else the machine does falls on all of them
-alike; a first round, in which kernels compile, is not counted. Reported: the median seconds of
-each, wall and CPU time (which other processes disturb less), and the ratio to the first way, round
-by round: its median, smallest and largest.
+Each variant is run once per round, A B A B, so that other load on the machine affects all of them
+equally; the first round, in which kernels compile, is not counted. Reported are the median seconds
+of each, wall and CPU time (which other processes disturb less), and the ratio to the first variant
+per round: its median, minimum and maximum.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from benchmarks.suite.shapes import SHAPES, write_shape
 
 
 class Clock:
-    """Wall and CPU seconds since it was made."""
+    """Wall and CPU seconds since it was created."""
 
     def __init__(self) -> None:
         self._wall, self._cpu = time.perf_counter(), time.process_time()
 
     def read(self) -> dict[str, float]:
-        """Both, under the names that reports have for them."""
+        """Both, with their names in reports."""
         return {
             "wall": time.perf_counter() - self._wall,
             "CPU time": time.process_time() - self._cpu,
@@ -45,7 +45,8 @@ class Clock:
 
 @dataclass(slots=True, kw_only=True)
 class Run:
-    """One run of one way: its times in seconds, what it gave, and counts to explain the times."""
+    """One run of one variant: its times in seconds, its output, and counts that explain the
+    times."""
 
     seconds: dict[str, float]
     tokens: list[list[int]]
@@ -53,9 +54,9 @@ class Run:
 
 
 def compare(name: str, ways: Mapping[str, Callable[[], Run]], rounds: int) -> dict[str, Any]:
-    """Runs all ways in turn; sets their times side by side, the first one being the basis.
+    """Runs all variants, alternating; compares their times with the first one.
 
-    `same_outputs` is the share of outputs, over all rounds, that were the same in every way.
+    `same_outputs` is the share of outputs, over all rounds, that were equal in all variants.
     """
     runs: dict[str, list[Run]] = {way: [] for way in ways}
     for number in range(rounds + 1):
@@ -110,7 +111,7 @@ def show(found: dict[str, Any]) -> None:
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
-    """The options that all of them have."""
+    """The common options."""
     options = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawTextHelpFormatter
     )
@@ -145,7 +146,7 @@ def report(args: argparse.Namespace, comparisons: list[dict[str, Any]]) -> None:
 
 
 def record(args: argparse.Namespace, comparisons: list[dict[str, Any]]) -> None:
-    """Writes what was found to `--json`, if it is given, with date, hardware and versions."""
+    """Writes the results to `--json`, if it is given, with date, hardware and versions."""
     import torch
 
     if args.json:

@@ -1,22 +1,22 @@
-"""What drafts buy: `python benchmarks/speculative.py --model qwen3-0.6b --dtype float32`.
+"""What drafting gains: `python benchmarks/speculative.py --model qwen3-0.6b --dtype float32`.
 
-Recorded texts of three kinds are decoded with drafts and without, in turns, by one engine:
+Recorded texts of three kinds are decoded with and without drafts, alternating, by one engine:
 
-    edits    code in, the same code after a commit out
-    json     a function and the names of fields in, a JSON object out
-    prose    a page's beginning in, how it goes on out
+    edits    input: code; output: the same code after a commit
+    json     input: a function and the names of fields; output: a JSON object
+    prose    input: the beginning of a page; output: its continuation
 
-Weights are random, so the model would write nonsense. In its place each sampled token is exchanged
-for the recorded one, after all that it takes to sample it was computed. So compute is real, and how
-many drafts are right is as with a model that writes this text. Tokens are words, digits and signs
-of the texts, numbered as they come: about as long as those of a large vocabulary.
+Weights are random, so the model's text would be meaningless. So each sampled token is replaced by
+the recorded one after the complete computation. The compute is real, and drafts are accepted as
+with a model that writes this text. Tokens are words, digits and signs of the texts, numbered in the
+order of their occurrence: about as long as tokens of a large vocabulary.
 
-The first round fills the prefix cache, so that the others time decodes. It also teaches the engine
-what its steps cost; `--cold` makes it forget that, and what became of earlier drafts, before each
-round. Without drafts each round is run twice: how far the two are apart is the machine's noise.
-Three texts of 80 tokens take one stream of `qwen3-0.6b` two minutes or so a kind.
+The first round fills the prefix cache, so that the other rounds time decodes. The engine also
+learns its step costs in it; `--cold` resets these, and the acceptance of earlier drafts, before
+each round. Without drafts each round is run twice: the difference between the two is the noise of
+the machine. Three texts of 80 tokens take one stream of `qwen3-0.6b` about two minutes per kind.
 
-`--rows` measures instead what a step of 1 to 8 rows costs, all drafts being wrong.
+`--rows` measures the cost of a step with 1 to 8 rows instead, with drafts that are all rejected.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from side_by_side import Clock, Run, compare, model_options, parser, report
 
 from nanoengine import LLM, SamplingParams
 from nanoengine.core.sequence import Sequence
-from nanoengine.features.drafting import Drafting
+from nanoengine.features.speculative.drafting import Drafting
 from nanoengine.observe.metrics import Metrics
 from nanoengine.runner import model_runner
 
@@ -46,16 +46,17 @@ TOKEN = re.compile(r" ?[A-Za-z]+|\d|[^\sA-Za-z\d]+|\s+")
 
 
 class Replay:
-    """Makes an engine's sampled tokens those of recorded texts; sits between the runner, its rows
-    and what samples."""
+    """Replaces an engine's sampled tokens by tokens of recorded texts; it is between the runner and
+    the sampler."""
 
     def __init__(self, llm: LLM) -> None:
-        self.answers: dict[tuple[int, ...], list[int]] = {}  # prompt -> prompt and answer
+        self.answers: dict[tuple[int, ...], list[int]] = {}  # prompt -> prompt and output
         self.of_row: dict[int, list[int]] = {}
         runner = llm.engine.executor
-        self._update, runner._update_rows = runner._update_rows, self.update
-        self._make_batch, runner.rows.make_batch = runner.rows.make_batch, self.make_batch
-        special = runner.need_step_sampler()
+        self._update, runner._update_batch = runner._update_batch, self.update
+        batch = runner.input_batch
+        self._make_batch, batch.make_batch = batch.make_batch, self.make_batch
+        special = runner.ensure_step_sampler()
         for owner, name in (
             (model_runner, "most_likely_tokens"),
             (special, "_most_likely"),
@@ -85,7 +86,7 @@ class Replay:
 
 
 class WrongDrafts:
-    """Proposes `count` tokens that are never right."""
+    """Proposes `count` tokens that are never accepted."""
 
     count = 0
 
@@ -97,9 +98,10 @@ class WrongDrafts:
 
 
 def recorded(num_streams: int, output_len: int) -> dict[str, list[tuple[list[int], list[int]]]]:
-    """(prompt, answer) as ids, for each kind: all texts for one stream, else `num_streams` of them.
+    """(prompt, output) as ids, for each kind: all texts for one stream, else `num_streams` of them.
 
-    Ids of words begin at 200; a prompt's first is its own, so that no two streams share a prefix.
+    Ids of words begin at 200; the first id of each prompt is unique, so that no two streams share a
+    prefix.
     """
     kinds = json.loads(TEXTS.read_text(encoding="utf-8"))
     ids: dict[str, int] = {}
@@ -120,7 +122,7 @@ def recorded(num_streams: int, output_len: int) -> dict[str, list[tuple[list[int
 def job(
     llm: LLM, replay: Replay, texts: list[tuple[list[int], list[int]]], one_by_one: bool
 ) -> Callable[[Drafting | None], Run]:
-    """Writes all texts, with a proposer or without."""
+    """Generates all texts, with or without a proposer."""
     for prompt, answer in texts:
         replay.answers[tuple(prompt)] = prompt + answer
     prompts = [{"prompt_token_ids": prompt} for prompt, _ in texts]
@@ -181,7 +183,7 @@ def comparisons(llm: LLM, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def row_costs(llm: LLM, args: argparse.Namespace) -> dict[str, Any]:
-    """Median seconds of a step of 1 to 8 rows of one stream, taken in turn."""
+    """Median seconds of a step with 1 to 8 rows of one stream, alternating."""
     replay, wrong, metrics = Replay(llm), WrongDrafts(), Metrics()
     (prompt, answer), *_ = recorded(1, 1000)["edits"]
     replay.answers[tuple(prompt)] = prompt + answer

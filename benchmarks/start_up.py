@@ -1,10 +1,10 @@
-"""How long it takes to begin: imports, the first token, and a checkpoint's weights.
+"""How long it takes to start: imports, the first token, and loading a checkpoint.
 
     python benchmarks/start_up.py --model CHECKPOINT --json FILE
 
-Each figure comes from fresh processes, in turn, the median over the rounds. Wall seconds are what a
-user waits; CPU seconds hold on a busy machine too. A load is set beside a plain read of the same
-files, both from a page cache that holds none of them, and its peak memory beside the weights'.
+Each value is the median over rounds of fresh processes, which alternate. Wall seconds are the
+user's waiting time; CPU seconds are also valid on a busy machine. A load is compared with a plain
+read of the same files, both with an empty page cache, and its peak memory with the weights' size.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from nanoengine.assets import demo_model_path
 with LLM(demo_model_path(), block_size=16) as llm:
     llm.generate("Once", SamplingParams(max_tokens=1), use_tqdm=False)
 """
-"""What example.py does until its first token."""
+"""The same as example.py until its first token."""
 
 LOAD = """
 import json, sys
@@ -52,11 +52,11 @@ print(json.dumps({
     "peak_bytes": memory("VmHWM") - before, "kept_bytes": memory("VmRSS") - before,
 }))
 """
-"""Loads a checkpoint and tells the memory that it took beyond the libraries'."""
+"""Loads a checkpoint and prints the memory that it needed in addition to the libraries."""
 
 
 def run(code: str, *arguments: str) -> tuple[dict[str, float], str]:
-    """Wall and CPU seconds of a fresh process, and what it printed."""
+    """Wall and CPU seconds of a fresh process, and its output."""
     before, started = os.times(), time.perf_counter()
     done = subprocess.run(
         [sys.executable, "-c", code, *arguments], stdout=subprocess.PIPE, text=True, check=True
@@ -70,7 +70,7 @@ def run(code: str, *arguments: str) -> tuple[dict[str, float], str]:
 
 
 def forget(files: list[Path]) -> None:
-    """Drops the files from the page cache, so that the next reader waits for the disk."""
+    """Drops the files from the page cache, so that the next read waits for the disk."""
     for file in files:
         with file.open("rb") as opened:
             os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -89,7 +89,7 @@ def plain_read_s(files: list[Path]) -> float:
 
 
 def load_round(model: Path) -> dict[str, float]:
-    """A plain read and a load, and how they compare."""
+    """A plain read and a load, and their ratio."""
     files = sorted(model.glob("*.safetensors"))
     read_s = plain_read_s(files)
     forget(files)
@@ -110,12 +110,12 @@ def load_round(model: Path) -> dict[str, float]:
 
 
 def medians(rounds: list[dict[str, float]]) -> dict[str, float]:
-    """The median of every figure."""
+    """The median of every value."""
     return {name: round(statistics.median(r[name] for r in rounds), 3) for name in rounds[0]}
 
 
 def main() -> None:
-    """Runs the rounds, prints a line a figure, and writes the report if asked to."""
+    """Runs the rounds, prints one line per value, and writes the report if requested."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", type=Path, help="a checkpoint to load; none: no load is timed")
     parser.add_argument("--rounds", type=int, default=3)
@@ -123,7 +123,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.model and not any(args.model.glob("*.safetensors")):
         parser.error(f"--model: {args.model} holds no safetensors files")
-    run(FIRST_TOKEN)  # Why: the first run of all compiles kernels, which the disk keeps.
+    run(FIRST_TOKEN)  # Why: the very first run compiles kernels, which are then cached on disk.
     times: dict[str, list[dict[str, float]]] = {}
     for _ in range(args.rounds):
         for name, code in {**IMPORTS, "example's first token": FIRST_TOKEN}.items():

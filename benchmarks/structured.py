@@ -1,14 +1,14 @@
 """What a grammar costs: `python benchmarks/structured.py --model small`.
 
-W1 of `cpu_peers` (32 requests, prompts of 64 to 256 tokens, outputs of 32 to 128), greedy, twice in
-one engine, in turns:
+W1 of `cpu_peers` (32 requests, prompts of 64 to 256 tokens, outputs of 32 to 128), greedy, in two
+variants that alternate in one engine:
 
-    free        any token may come
-    structured  each request has a JSON schema of its own, new in each round: objects of texts,
-                numbers and choices, in a list too long for the output
+    free        any token is allowed
+    structured  each request has its own JSON schema, new in each round: objects of texts, numbers
+                and choices, in a list that is too long for the output
 
-Both sample the same number of tokens. Compiling the schemas counts, building the tokenizer's tables
-does not: they are built in the first round. The texts differ, of course.
+Both sample the same number of tokens. The time to compile the schemas counts; the tokenizer's
+tables are built in the first round, which does not count. The texts differ.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from checkpoints import make_tokenizer
 
 
 def schema(number: int) -> dict[str, Any]:
-    """One of many schemas, none like another; a text of it has at least 200 objects."""
+    """One of many different schemas; a complete text has at least 200 objects."""
     fields: dict[str, Any] = {
         f"title{number}": {"type": "string", "maxLength": 10 + number % 7},
         "count": {"type": "integer", "minimum": -number, "maximum": 1000 + number},
@@ -48,7 +48,7 @@ def schema(number: int) -> dict[str, Any]:
 
 
 def timed(llm: LLM, requests: list[WorkItem], schemas: list[dict[str, Any] | None]) -> Run:
-    """One run from an empty cache."""
+    """One run with an empty cache."""
     llm.reset_prefix_cache()
     clock = Clock()
     params = [
@@ -69,7 +69,7 @@ def timed(llm: LLM, requests: list[WorkItem], schemas: list[dict[str, Any] | Non
 
 
 def _add_tokenizer(directory: Path) -> None:
-    """Gives a shape the tokenizer that its peers have, whose EOS ends what is complete."""
+    """Gives a shape the tokenizer of the peers; its EOS ends complete texts."""
     path = directory / "config.json"
     config = json.loads(path.read_text())
     tokenizer = make_tokenizer(config["vocab_size"])
@@ -78,7 +78,7 @@ def _add_tokenizer(directory: Path) -> None:
 
 
 def main() -> None:
-    """Runs both in turns and prints a table."""
+    """Runs both, alternating, and prints a table."""
     options = parser(__doc__)
     args = options.parse_args()
     numbers = itertools.count()

@@ -3,10 +3,11 @@
     python benchmarks/task_scores.py MODEL MODEL@quantization=int4 FILE.gguf \
         --human-eval HumanEval.jsonl.gz --gsm8k gsm8k_test.jsonl --questions 200 --json scores.json
 
-The files are those that openai/human-eval and openai/grade-school-math publish. All questions of a
-task are one batch. **What a model writes for HumanEval is run**, each answer in a process of its
-own with 10 s: only where that is safe. With `--llama-cpp PYTHON`, an interpreter that has
-llama-cpp-python, its engine answers the same token ids of GGUF files, one request after another.
+The files are published by openai/human-eval and openai/grade-school-math. All questions of a task
+are one batch. **The code that a model writes for HumanEval is executed**, each completion in a
+separate process with a limit of 10 s: only run this where that is safe. With `--llama-cpp PYTHON`,
+an interpreter that has llama-cpp-python, llama.cpp also answers the same token ids of GGUF files,
+one request after the other.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def read(path: Path, count: int | None = None) -> list[dict[str, Any]]:
 
 
 def code_passes(task: dict[str, Any], answer: str) -> bool:
-    """Whether the first code block of an answer passes the task's tests."""
+    """Whether the first code block of a completion passes the task's tests."""
     found = CODE.search(answer)
     code = found[1] if found else answer
     lines = [task["prompt"], "    pass\n", code, task["test"], f"check({task['entry_point']})"]
@@ -74,14 +75,14 @@ def code_passes(task: dict[str, Any], answer: str) -> bool:
 
 
 def number_is_right(task: dict[str, Any], answer: str) -> bool:
-    """Whether the last number of an answer is the task's."""
+    """Whether the last number of a completion is the task's result."""
     found = NUMBER.findall(answer)
     right = task["answer"].rpartition("####")[2].strip().replace(",", "")
     return bool(found) and float(found[-1].replace(",", "")) == float(right)
 
 
 def main() -> None:
-    """Prints a line per model and task."""
+    """Prints one line per model and task."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("models", nargs="+", metavar="MODEL[@KEY=VALUE,...]")
     parser.add_argument("--human-eval", type=Path)

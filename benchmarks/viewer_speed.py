@@ -1,9 +1,9 @@
-"""How quick the viewer's page is on a large run: `python benchmarks/viewer_speed.py --out DIR`.
+"""Speed of the viewer's page for a large run: `python benchmarks/viewer_speed.py --out DIR`.
 
-Simulates a run of about 10,000 steps over a pool of 100,000 blocks, writes its page, opens it in
-chromium without a GPU, and measures until the first paint, then frames a second while it plays,
-while a pointer moves over blocks and lanes, and milliseconds for a jump and for zooming.
-Needs the extra `browser`, and chromium from the system.
+Simulates a run of about 10,000 steps with a pool of 100,000 blocks, writes its page, opens it in
+chromium without a GPU, and measures the time to first paint, frames per second during playback and
+while a pointer moves over blocks and lanes, and milliseconds per jump and zoom. Needs the extra
+`browser`, and chromium from the system.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def main() -> None:
 
 
 def written(folder: Path, num_requests: int, num_blocks: int) -> Path:
-    """The page of a simulated run; a trace that is there already is drawn again."""
+    """The page of a simulated run; an existing trace is reused."""
     folder.mkdir(parents=True, exist_ok=True)
     trace, html = folder / "large.trace.gz", folder / "large.html"
     if not trace.exists():
@@ -81,7 +81,7 @@ def simulated(path: Path, num_requests: int, num_blocks: int) -> None:
 
 
 def measure(tab: Page, html: Path) -> None:
-    """Prints how quick the page is."""
+    """Prints the speed of the page."""
     start = time.perf_counter()
     tab.goto(html.as_uri())
     tab.wait_for_selector("html[data-ready]", timeout=60_000)

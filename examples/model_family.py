@@ -18,9 +18,9 @@ from nanoengine.checkpoint.layer_config import LayerConfig
 def gemma(keys):
     """Gemma 1: Llama with gelu, scaled embeddings, and norms with the factor 1 + weight."""
     for key in ("hidden_act", "hidden_activation"):
-        keys.allow(key, "gelu_pytorch_tanh")  # raises an error for other values
+        keys.require_one_of(key, "gelu_pytorch_tanh")  # raises an error for other values
     return LayerConfig(
-        norm="centered",
+        norm="one_plus_weight",
         hidden_act="gelu_pytorch_tanh",
         embedding_multiplier=keys.require("hidden_size") ** 0.5,
     )
@@ -28,7 +28,7 @@ def gemma(keys):
 
 FAMILIES["GemmaForCausalLM"] = Family(
     model_type="gemma",
-    plan=gemma,
+    layers=gemma,
     defaults={"head_dim": 256, "tie_word_embeddings": True},
 )
 

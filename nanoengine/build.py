@@ -16,7 +16,7 @@ import torch
 from nanoengine.attention import resolve_backend
 from nanoengine.checkpoint import find
 from nanoengine.checkpoint.config import load_model_config
-from nanoengine.checkpoint.find import resolve_device, resolve_dtype, resolve_model, share_of_memory
+from nanoengine.checkpoint.find import resolve_device, resolve_dtype, resolve_memory, resolve_model
 from nanoengine.checkpoint.quantization import resolve_quantization
 from nanoengine.core.engine_stats import EngineInfo
 from nanoengine.core.layout import KVLayout
@@ -30,7 +30,7 @@ from nanoengine.features.logits_processors import LogitsProcessors
 from nanoengine.runner.model_runner import ModelRunner
 from nanoengine.runner.options import RunnerOptions, use_allowed_cores, use_isa
 from nanoengine.settings.config import EngineConfig
-from nanoengine.text.load_tokenizer import with_ends
+from nanoengine.text.load_tokenizer import with_tokenizer_eos
 from nanoengine.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -50,26 +50,26 @@ def build_engine(config: EngineConfig, tokenizer: Tokenizer | None = None) -> LL
         return _build_engine(config, tokenizer)
     except (MemoryError, torch.OutOfMemoryError) as error:
         sizes = ("max_num_seqs", "max_model_len", "num_kv_blocks", "kv_cache_gib", "kv_tiers")
-        given = ", ".join(f"{name}={getattr(config, name)!r}" for name in sizes)
+        current = ", ".join(f"{name}={getattr(config, name)!r}" for name in sizes)
         raise ConfigError(
-            f"the memory of this machine is not enough: {error}; lower what asks for it: {given}"
+            f"this machine has too little memory: {error}; lower one of these settings: {current}"
         ) from error
 
 
 def _build_engine(config: EngineConfig, tokenizer: Tokenizer | None) -> LLMEngine:
     started = time.perf_counter()
     if config.trace is not None and not Path(config.trace).absolute().parent.is_dir():
-        raise ConfigError(f"trace={config.trace!r}: its directory must be there; make it first")
+        raise ConfigError(f"trace={config.trace!r}: its directory does not exist; create it first")
     directory = resolve_model(config)
-    model_config = with_ends(load_model_config(directory, model_impl=config.model_impl), tokenizer)
+    model_config = with_tokenizer_eos(load_model_config(directory, model_impl=config.model_impl), tokenizer)
     if not model_config.eos_token_ids and not model_config.headless:
-        told = "%s names no token that ends an answer: set max_tokens, stop or stop_token_ids"
-        logger.warning(told, config.model)
+        message = "%s defines no EOS token: set max_tokens, stop or stop_token_ids to end outputs"
+        logger.warning(message, config.model)
     device = resolve_device(config.device)
     if device.type == "cpu":
         use_allowed_cores()
     use_isa(config)
-    config = share_of_memory(config, device)
+    config = resolve_memory(config, device)
     dtype = resolve_dtype(
         config.dtype,
         model_config.dtype,
@@ -77,12 +77,12 @@ def _build_engine(config: EngineConfig, tokenizer: Tokenizer | None) -> LLMEngin
         backend=config.attention_backend,
         quantized=bool(config.quantization or model_config.quantization),
     )
-    find.require_range(model_config.architecture, dtype)
+    find.check_dtype_range(model_config.architecture, dtype)
     backend = resolve_backend(config.attention_backend, device, dtype)
     quantization = resolve_quantization(
         config.quantization, model_config.quantization, device=device.type
     )
-    stages = LogitsProcessors(config, model_config)
+    processors = LogitsProcessors(config, model_config)
     options = RunnerOptions(
         config=config,
         model_config=model_config,
@@ -91,19 +91,19 @@ def _build_engine(config: EngineConfig, tokenizer: Tokenizer | None) -> LLMEngin
         dtype=dtype,
         backend=backend,
         quantization=quantization,
-        processors=stages,
+        processors=processors,
     )
     executor: Any = ModelRunner
     if config.tensor_parallel_size > 1:
         from nanoengine.ranks.executor import RankedExecutor as executor
     if config.speculative:
-        from nanoengine.features.make_drafts import drafted_executor
+        from nanoengine.features.speculative.factory import speculative_executor
 
-        executor = drafted_executor(options, executor)
+        executor = speculative_executor(options, executor)
     runner = executor(options)
     layout = runner.start()
     try:
-        engine = _engine_on(runner, layout, started)
+        engine = _make_engine(runner, layout, started)
     except BaseException:
         runner.shutdown()
         raise
@@ -111,7 +111,7 @@ def _build_engine(config: EngineConfig, tokenizer: Tokenizer | None) -> LLMEngin
         from nanoengine.observe.trace import trace_engine
 
         try:
-            trace_engine(engine, config.trace, steps=config.steps_traced(), config=config)
+            trace_engine(engine, config.trace, steps=config.traced_steps(), config=config)
         except BaseException:
             engine.close()
             raise
@@ -120,15 +120,15 @@ def _build_engine(config: EngineConfig, tokenizer: Tokenizer | None) -> LLMEngin
         logger.info("quantization: %s", quantization)
     elif model_config.quantization is not None and not runner.products:
         logger.warning(
-            "weights are stored in %s and held as %s where no kernel of this device multiplies the"
-            " stored form: %.1f GiB of weights",
+            "weights stored in %s are dequantized to %s where this device has no kernel for the"
+            " stored format: %.1f GiB of weights",
             model_config.quantization.kind, dtype, runner.weight_bytes / 2**30,
         )  # fmt: skip
     logger.info("%s", "\n".join((*runner.products, str(runner.memory))))
     return engine
 
 
-def _engine_on(runner: ModelRunner, layout: KVLayout, started: float) -> LLMEngine:
+def _make_engine(runner: ModelRunner, layout: KVLayout, started: float) -> LLMEngine:
     """The engine over a started executor."""
     device, memory, config = runner.device, runner.memory, runner.options.config
     budget = config.step_budget(device.type)
@@ -162,7 +162,7 @@ def _engine_on(runner: ModelRunner, layout: KVLayout, started: float) -> LLMEngi
         overlap = device.type == "cuda" if config.overlap is None else config.overlap
 
         def make_proposer() -> Any:
-            from nanoengine.features.make_drafts import make_drafting
+            from nanoengine.features.speculative.factory import make_drafting
 
             return make_drafting(config, runner, manager, overlap)
 
@@ -175,14 +175,14 @@ def _engine_on(runner: ModelRunner, layout: KVLayout, started: float) -> LLMEngi
             overlap=overlap,
             debug_checks=config.debug_checks,
             make_proposer=make_proposer,
-            stages=runner.options.processors,
+            processors=runner.options.processors,
         )
         if runner.model_config.headless:
             from nanoengine.features.pooling import HeadlessChecker
 
             engine.checker = HeadlessChecker(info, manager)
         if config.speculative or config.logits_processors:
-            engine.draft()  # Why processors: one may force tokens, which are drafted.
+            engine.enable_drafts()  # Why processors: one may force tokens, which are drafted.
         return engine
     except BaseException:
         # Why: the error may live on, for example in a notebook, and keep the disk's lock.

@@ -53,13 +53,13 @@ class LLMEngine:
         seed: seeds requests without a seed of their own.
         overlap: plan and launch a step while the previous one runs.
         debug_checks: check all invariants after each step.
-        make_proposer: creates the proposer when `draft` is called.
-        stages: the logits processors, which check a request's options; see `RequestChecker`.
+        make_proposer: creates the proposer when `enable_drafts` is called.
+        processors: the logits processors, which check a request's options; see `RequestChecker`.
 
     Attributes:
         observers: called after each step; they may abort requests. An observer with a `close` is
             closed with the engine.
-        proposer: drafts tokens; None until `draft` is called, or without drafts.
+        proposer: drafts tokens; None until `enable_drafts` is called, or without drafts.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class LLMEngine:
         overlap: bool = False,
         debug_checks: bool = False,
         make_proposer: Callable[[], Proposer | None] | None = None,
-        stages: Any = None,
+        processors: Any = None,
     ) -> None:
         self.executor = executor
         self.scheduler = scheduler
@@ -81,7 +81,7 @@ class LLMEngine:
         self.proposer: Proposer | None = None
         self._make_proposer = make_proposer
         self.overlap = overlap
-        self.checker = RequestChecker(info, scheduler.block_manager, stages)
+        self.checker = RequestChecker(info, scheduler.block_manager, processors)
         self.lock = EngineLock()
         self._seed = seed
         self._debug_checks = debug_checks
@@ -102,7 +102,7 @@ class LLMEngine:
         Raises:
             EngineDeadError, NanoEngineError: like `require_idle`.
         """
-        with self.lock.held():
+        with self.lock.hold():
             if self._stepping_thread is not None or self.lock.why_closed:
                 self.require_idle()
             with self.lock.change():
@@ -124,18 +124,18 @@ class LLMEngine:
         return finished
 
     def _overlapped_step(self) -> None:
-        """Launches a step, and commits the previous one in the meantime."""
-        if self._in_flight is not None and self._next_plan_needs(self._in_flight.plan):
+        """Launches a step, and commits the previous step while the new one runs."""
+        if self._in_flight is not None and self._next_plan_needs_tokens(self._in_flight.plan):
             self._commit_in_flight()
-        before, self._in_flight = self._in_flight, None
+        previous, self._in_flight = self._in_flight, None
         if self._requests:
             self._in_flight = self._launch()
-        if before is not None:
-            self._commit(before)
+        if previous is not None:
+            self._commit(previous)
         if not self._requests:  # Why: no request needs the running step, and none would commit it
             self._commit_in_flight()
 
-    def _next_plan_needs(self, plan: StepPlan) -> bool:
+    def _next_plan_needs_tokens(self, plan: StepPlan) -> bool:
         """True if the next step can't be planned before this step's tokens are known.
 
         With drafts, the number of accepted drafts decides where the sequence continues, and new
@@ -150,9 +150,9 @@ class LLMEngine:
 
     def _commit_in_flight(self) -> None:
         """Waits for the step in flight, if there is one, and commits it."""
-        before, self._in_flight = self._in_flight, None
-        if before is not None:
-            self._commit(before)
+        step, self._in_flight = self._in_flight, None
+        if step is not None:
+            self._commit(step)
 
     @exclusive()
     def finish_in_flight(self) -> None:
@@ -160,9 +160,9 @@ class LLMEngine:
 
         The plain loop has none. The next `step` returns the requests that finish in it.
         """
-        self._settle()
+        self._commit_or_recover()
 
-    def _settle(self) -> None:
+    def _commit_or_recover(self) -> None:
         try:
             self._commit_in_flight()
         except BaseException as error:
@@ -178,8 +178,8 @@ class LLMEngine:
         self._in_flight, self._finished = None, []
         self.scheduler.recover(self._requests.values())
         self._requests.clear()
-        behind = error.__cause__ or error.__context__
-        if isinstance(error, SystemError) and isinstance(behind, KeyboardInterrupt):
+        cause = error.__cause__ or error.__context__
+        if isinstance(error, SystemError) and isinstance(cause, KeyboardInterrupt):
             raise KeyboardInterrupt from error
 
     def _launch(self) -> InFlightStep:
@@ -211,7 +211,7 @@ class LLMEngine:
 
             check(self.scheduler)
 
-    def draft(self) -> None:
+    def enable_drafts(self) -> None:
         """Enables drafts from now on, if a proposer is configured."""
         if self._make_proposer is not None and self.proposer is None:
             self.proposer, self._make_proposer = self._make_proposer(), None
@@ -269,9 +269,9 @@ class LLMEngine:
         request.arrival, request.arrival_time = self._num_arrived, time.perf_counter()
         self._num_arrived += 1
         seed = request.params.seed
-        request.seed = self._draw_seed(request) if seed is None else seed
+        request.seed = self._derive_seed(request) if seed is None else seed
         if request.params.structured_outputs is not None:
-            self.draft()  # Why: tokens that a grammar forces are drafted.
+            self.enable_drafts()  # Why: tokens that a grammar forces are drafted.
         if request.needs_extras:
             from nanoengine.core.speculation import enable_extras
 
@@ -304,8 +304,8 @@ class LLMEngine:
         self.lock.require_open()
         if self._in_flight is not None:
             raise RequestError(
-                "a step is under way, so the sequence has a token more than can be seen: call"
-                " settle(), look at the outputs, then fork"
+                "a step is in flight, so the sequence will have one token more than its output"
+                " shows: call finish_in_flight(), read the output, then fork"
             )
         from nanoengine.core.request_options import parent_of_fork
         from nanoengine.core.speculation import enable_extras
@@ -315,7 +315,7 @@ class LLMEngine:
         is_same = next_token_id == parent.token_ids[-1]
         return enable_extras(self.scheduler).fork(parent, None if is_same else next_token_id)
 
-    @exclusive("later")
+    @exclusive("defer")
     def abort(self, request_id: str) -> Request | None:
         """Ends a request with finish_reason "abort"; None if it is unknown or already finished.
 
@@ -328,10 +328,10 @@ class LLMEngine:
         if request is not None:
             self.scheduler.abort(request)
             if not self._requests:
-                self._settle()
+                self._commit_or_recover()
         return request
 
-    @exclusive("later")
+    @exclusive("defer")
     def abort_all(self) -> None:
         """Aborts all requests, so that nothing remains for later work after an exception.
 
@@ -344,7 +344,7 @@ class LLMEngine:
         for request in self._requests.values():
             self.scheduler.abort(request)
         self._requests.clear()
-        self._settle()
+        self._commit_or_recover()
         self._finished = []
 
     def is_unfinished(self, request_id: str) -> bool:
@@ -377,14 +377,14 @@ class LLMEngine:
         found = check_block_ids(block_ids, self.info.num_kv_blocks)
         return self.scheduler.block_manager.prefix_cache.evict(found)
 
-    # --- the rest -----------------------------------------------------------------------------
+    # --- counters and close -------------------------------------------------------------------
 
-    @exclusive("now")
+    @exclusive("run")
     def stats(self) -> EngineStats:
         """Counters since the start, and current block counts."""
         return EngineStats.of(self.scheduler)
 
-    @exclusive("later")
+    @exclusive("defer")
     def close(self) -> None:
         """Frees all memory; the engine can't be used afterwards. Closing twice has no effect.
 
@@ -393,7 +393,7 @@ class LLMEngine:
             try:
                 self._abort_all()  # waits for a step in flight, which may fail
             finally:
-                self.lock.why_closed = "the engine is closed: build a new one"
+                self.lock.why_closed = "the engine is closed: create a new one"
                 tiers = self.scheduler.block_manager.prefix_cache.tiers
                 if tiers is not None:
                     tiers.close()
@@ -407,11 +407,11 @@ class LLMEngine:
         self.lock.require_open()
         if self._stepping_thread == threading.get_ident():
             raise NanoEngineError(
-                "a step is running: who watches it, such as a progress bar, can't run another;"
-                " make the call when this one has returned"
+                "an observer of a step, such as a progress bar, can't make this call: make it after"
+                " the step has returned"
             )
 
-    def _draw_seed(self, request: Request) -> int:
+    def _derive_seed(self, request: Request) -> int:
         """The seed of a request without one, from the engine's seed and its key or arrival."""
         name = f"{request.arrival}" if request.key is None else f"key/{request.key}"
         # Why surrogates are allowed: keys only need to be distinct.

@@ -13,15 +13,15 @@ from typing import Any
 
 from nanoengine.errors import EngineDeadError
 
-_all: weakref.WeakSet[Any] = weakref.WeakSet()
+_watched: weakref.WeakSet[Any] = weakref.WeakSet()
 _why_no_engine = ""
 
 
-def watch(owned: Any) -> None:
+def watch(watched: Any) -> None:
     """Closes an object of this process, such as an `EngineLock`, in forked child processes: sets
     `why_closed`, and calls `make_locks`."""
     _watch_forks()
-    _all.add(owned)
+    _watched.add(watched)
 
 
 def require_unforked() -> None:
@@ -33,17 +33,17 @@ def require_unforked() -> None:
 @functools.cache
 def _watch_forks() -> None:
     if hasattr(os, "register_at_fork"):  # other systems can't fork
-        os.register_at_fork(after_in_child=_disown)
+        os.register_at_fork(after_in_child=_close_in_child)
 
 
-def _disown() -> None:
+def _close_in_child() -> None:
     """Runs in the child process: closes the objects that belong to the parent."""
     global _why_no_engine
     _why_no_engine = (
-        "this process was forked from one that has had an engine, and neither its threads nor its"
-        " GPU come along: start processes by multiprocessing.get_context('spawn'), or fork before"
-        " the first engine is made"
+        "this process was forked from a process with an engine, whose threads and GPU context a"
+        " fork does not copy: start processes with multiprocessing.get_context('spawn'), or fork"
+        " before the first engine is created"
     )
-    for owned in _all:
-        owned.why_closed = _why_no_engine
-        owned.make_locks()
+    for watched in _watched:
+        watched.why_closed = _why_no_engine
+        watched.make_locks()

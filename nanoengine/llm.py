@@ -25,7 +25,7 @@ from nanoengine.core.sequence import OutputFollower
 from nanoengine.engine import LLMEngine
 from nanoengine.errors import RequestError
 from nanoengine.fork_guard import require_unforked
-from nanoengine.llm_mixins import LLMMixin, check_lora, progress_bar, refused_output
+from nanoengine.llm_mixins import LLMMixin, check_lora, error_output, progress_bar
 from nanoengine.locking import Calls
 from nanoengine.outputs import OutputBuilder, OutputKind, RequestOutput
 from nanoengine.settings.config import EngineConfig
@@ -60,7 +60,7 @@ class LLM(LLMMixin):
     def __init__(self, model: str | PathLike[str], **options: Any) -> None:
         require_unforked()
         self.config = EngineConfig.from_kwargs(model=model, **options)
-        with _no_collections():
+        with _gc_paused():
             from nanoengine.build import build_engine  # Why here: it imports torch and numba.
 
             self._tokenizer = self._load_tokenizer()
@@ -145,7 +145,7 @@ class LLM(LLMMixin):
         """
         if lora_request is not None:
             check_lora(lora_request)
-        with self._calls.alone():
+        with self._calls.exclusive_call():
             read = self.require_reader().read_all(prompts, sampling_params, priority, on_error)
             outputs: list[RequestOutput | None] = [None] * len(read)
             with closing(self._run(read, kind="final", progress=use_tqdm)) as running:
@@ -189,12 +189,12 @@ class LLM(LLMMixin):
         from nanoengine.text.lazy_prompts import read_lazily
 
         prompts = plain_column(prompts)  # type: ignore[assignment]
-        asked = (prompts, sampling_params, priority, on_error)
+        arguments = (prompts, sampling_params, priority, on_error)
         read: Iterable[CheckedPrompt | RefusedPrompt | Pause]
         if is_single_prompt(prompts) or isinstance(prompts, Sequence):
-            read = self.require_reader().read_all(*asked)
+            read = self.require_reader().read_all(*arguments)
         else:
-            read = read_lazily(self.require_reader(), *asked)
+            read = read_lazily(self.require_reader(), *arguments)
         return self._run(read, kind=kind, progress=use_tqdm)
 
     # --- the loop -----------------------------------------------------------------------------
@@ -213,24 +213,24 @@ class LLM(LLMMixin):
         call = self._calls.begin()
         limit, total = self.config.max_num_seqs + LOOK_AHEAD, None
         if isinstance(read, list):
-            limit, total = len(read), sum(isinstance(one, CheckedPrompt) for one in read)
+            limit, total = len(read), sum(isinstance(prompt, CheckedPrompt) for prompt in read)
         waiting, running = iter(read), dict[str, OutputBuilder]()
         bar = nullcontext() if progress is False else progress_bar(progress, call.engine, total)
         with bar, call:
             while True:
                 # Why without the lock: the caller's iterator may run any code.
                 new, pause = [], None
-                for one in itertools.islice(waiting, limit - len(running)):
-                    if isinstance(one, Pause):
-                        pause = one
+                for prompt in itertools.islice(waiting, limit - len(running)):
+                    if isinstance(prompt, Pause):
+                        pause = prompt
                         break
-                    new.append(one)
+                    new.append(prompt)
                 outputs = [
-                    refused_output(next(self._calls.request_ids), one)
-                    for one in new
-                    if isinstance(one, RefusedPrompt)
+                    error_output(next(self._calls.request_ids), prompt)
+                    for prompt in new
+                    if isinstance(prompt, RefusedPrompt)
                 ]
-                with call.held_engine() as engine:
+                with call.locked_engine() as engine:
                     for prompt in new:
                         if isinstance(prompt, CheckedPrompt):
                             builder = self._queue(engine, prompt, kind)
@@ -268,7 +268,7 @@ class LLM(LLMMixin):
 
 
 @contextmanager
-def _no_collections() -> Iterator[None]:
+def _gc_paused() -> Iterator[None]:
     """Pauses garbage collection while libraries and kernels load, because nothing is freed then.
 
     Perf: 0.35 of 2.35 CPU seconds to the first token of the demo model, Zen 3.

@@ -37,13 +37,13 @@ if TYPE_CHECKING:
         PoolingRequestOutput,
         ScoringRequestOutput,
     )
-    from nanoengine.features.pooling import Asked, Pools
+    from nanoengine.features.pooling import Pooler, PoolRequests
     from nanoengine.text.prompt_forms import Row
 
     Prompt = str | Sequence[int] | Mapping[str, Any] | Row
 
 
-PAIR = ("answers", "template", "chat_template")
+PAIR_OPTIONS = ("answers", "template", "chat_template")
 """Options of `score` that define how a pair of texts becomes a prompt."""
 
 
@@ -117,7 +117,7 @@ class LLMMixin:
         """
         from nanoengine.features.new_weights import load_weights
 
-        with self._calls.alone():
+        with self._calls.exclusive_call():
             return load_weights(self.engine, weights)
 
     def evict(self, block_ids: Iterable[int]) -> int:
@@ -132,7 +132,7 @@ class LLMMixin:
         raise AttributeError(f"LLM has no {name!r}{why}", name=name, obj=self)
 
     def __reduce__(self) -> NoReturn:
-        raise NanoEngineError("an LLM can't be copied or sent to a process: make one there")
+        raise NanoEngineError("an LLM can't be copied or sent to another process: create one there")
 
     def chat(
         self,
@@ -183,22 +183,22 @@ class LLMMixin:
         }
         form = None
         if (tool_choice, reasoning_parser, tool_call_parser) != (None, None, None):
-            from nanoengine.features.output_parser import answer_form
+            from nanoengine.features.output_parser import make_parser
 
-            asked = (reasoning_parser, tool_call_parser, tools, tool_choice)
-            own = chat_template or self.tokenizer.backend.chat_template
-            form = answer_form(*asked, lambda: own)
-            given = sampling_params or self.default_sampling_params
-            sampling_params = form.params(given) if form is not None else given
+            parsers = (reasoning_parser, tool_call_parser, tools, tool_choice)
+            template = chat_template or self.tokenizer.backend.chat_template
+            form = make_parser(*parsers, lambda: template)
+            params = sampling_params or self.default_sampling_params
+            sampling_params = form.params(params) if form is not None else params
         outputs = self.generate(
-            [{"messages": one, **options} for one in conversation_list(messages)],
+            [{"messages": each, **options} for each in conversation_list(messages)],
             sampling_params,
             use_tqdm,
             lora_request,
             priority=priority,
             on_error=on_error,
         )
-        return outputs if form is None else [form.taken_apart(o, o.request_id) for o in outputs]
+        return outputs if form is None else [form.parse(o, o.request_id) for o in outputs]
 
     def generate_dataset(
         self,
@@ -262,20 +262,24 @@ class LLMMixin:
                 which makes one prompt of a pair, with {query} and {document}; or chat_template,
                 for messages with the roles query and document.
         """
-        pair = {name: options.pop(name, None) for name in PAIR}
+        pair = {name: options.pop(name, None) for name in PAIR_OPTIONS}
         return self._pool(functools.partial(self._pools.score, data_1, **pair), data_2, **options)
 
     def _pool(
-        self, ask: Callable[..., Asked], prompts: Any, pooling_params: Any = None, **options: Any
+        self,
+        ask: Callable[..., PoolRequests],
+        prompts: Any,
+        pooling_params: Any = None,
+        **options: Any,
     ) -> list[Any]:
-        asked = ask(prompts, pooling_params)
-        return asked.finish(self.generate(asked.prompts, asked.params, **options))
+        requests = ask(prompts, pooling_params)
+        return requests.finish(self.generate(requests.prompts, requests.params, **options))
 
     @functools.cached_property
-    def _pools(self) -> Pools:
-        from nanoengine.features.pooling import Pools
+    def _pools(self) -> Pooler:
+        from nanoengine.features.pooling import Pooler
 
-        return Pools(self.config, self.info.max_model_len, lambda: self.tokenizer)
+        return Pooler(self.config, self.info.max_model_len, lambda: self.tokenizer)
 
     def beam_search(
         self,
@@ -300,7 +304,7 @@ class LLMMixin:
         from nanoengine.features.beam import beam_search
 
         check_lora(lora_request)
-        with self._calls.alone():
+        with self._calls.exclusive_call():
             return beam_search(self, prompts, params, functools.partial(progress_bar, use_tqdm))
 
 
@@ -310,12 +314,12 @@ def progress_bar(
     """A progress bar of the engine's steps, or a null context."""
     if progress is False:
         return contextlib.nullcontext()
-    from nanoengine.observe.progress import showing
+    from nanoengine.observe.progress import progress_bar
 
-    return showing(progress, engine, total)
+    return progress_bar(progress, engine, total)
 
 
-def refused_output(request_id: str, prompt: RefusedPrompt) -> RequestOutput:
+def error_output(request_id: str, prompt: RefusedPrompt) -> RequestOutput:
     """The output of a prompt that can't run, so that order and count of a batch are kept."""
     failed = CompletionOutput(
         index=0, text="", token_ids=[], finish_reason="error", error=prompt.message
@@ -334,5 +338,5 @@ def refused_output(request_id: str, prompt: RefusedPrompt) -> RequestOutput:
 def check_lora(lora_request: object) -> None:
     if lora_request is not None:
         raise RequestError(
-            f"lora_request must be None: no adapter is applied, got {lora_request!r}"
+            f"lora_request must be None: LoRA is not supported, got {lora_request!r}"
         )

@@ -1,9 +1,9 @@
 """The lock of an engine, and the order of calls: one thread at a time, one call at a time.
 
-    engine.step, LLM's loops    with lock.held():    threads that already wait get the lock first
+    engine.step, LLM's loops    with lock.hold():    threads that already wait get the lock first
     other methods of an engine  @exclusive()         wait, and get the lock next
 
-    generate, chat, beam_search   are `alone` from beginning to end: a second thread waits
+    generate, chat, beam_search   are exclusive from beginning to end: a second thread waits
     stream                        holds no lock between two outputs: the next call ends it
 
 The lock consists of two locks, because a thread that steps in a loop would acquire a single one
@@ -55,16 +55,16 @@ class EngineLock:
         self.owner: int | None = None  # the thread that holds `lock`
 
     @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
+    def hold(self) -> Iterator[None]:
         """Holds the lock over several calls, after the threads that already wait have had it."""
-        me = threading.get_ident()
-        if self.owner == me:
+        thread = threading.get_ident()
+        if self.owner == thread:
             yield
             return
         with self.waiting:
             pass
         with self.lock:
-            self.owner = me
+            self.owner = thread
             try:
                 yield
             finally:
@@ -89,14 +89,15 @@ class EngineLock:
 
 
 def exclusive(
-    inside: Literal["refused", "later", "now"] = "refused",
+    when_busy: Literal["raise", "defer", "run"] = "raise",
 ) -> Callable[[Method], Method]:
     """Decorates a method of an object with a `lock`: the call waits until no other thread holds the
     lock, and runs before the thread that holds it can acquire it again.
 
     Args:
-        inside: what happens to a call inside a change by the same thread. "refused": it raises;
-            "later": it returns None and runs after the change; "now": for read-only methods.
+        when_busy: what happens to a call inside a change by the same thread. "raise": it raises;
+            "defer": it returns None and runs after the change; "run": it runs; for read-only
+            methods.
     """
 
     def decorate(method: Method) -> Method:
@@ -104,16 +105,16 @@ def exclusive(
         def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
             lock = self.lock
             if lock.owner != threading.get_ident():
-                with lock.waiting, lock.held():
+                with lock.waiting, lock.hold():
                     return wrapped(self, *args, **kwargs)
-            if inside == "now":
+            if when_busy == "run":
                 return method(self, *args, **kwargs)
-            if lock.is_changing and inside == "later":
+            if lock.is_changing and when_busy == "defer":
                 lock.deferred.append(functools.partial(wrapped, self, *args, **kwargs))
                 return None
             if lock.is_changing:
-                told = "inside of a step or another call of its thread: call it behind that"
-                raise NanoEngineError(f"{method.__name__}() was called {told}")
+                where = "inside a step or another call of this thread: call it afterwards"
+                raise NanoEngineError(f"{method.__name__}() is not allowed {where}")
             with lock.change():
                 return method(self, *args, **kwargs)
 
@@ -134,7 +135,7 @@ class Calls(Generic[EngineT]):
     def __init__(self, engine: EngineT) -> None:
         self.latest: Call[EngineT] | None = None
         self.request_ids = map(str, itertools.count())
-        self.lock = threading.RLock()  # held during a call that is alone
+        self.lock = threading.RLock()  # held during an exclusive call
         self._engine: EngineT | None = engine
 
     @property
@@ -147,13 +148,13 @@ class Calls(Generic[EngineT]):
         """
         engine = self._engine
         if engine is None:
-            raise NanoEngineError("this LLM is closed: its memory is given back; make a new one")
+            raise NanoEngineError("this LLM is closed: create a new one")
         engine.lock.require_open()
         return engine
 
     @contextlib.contextmanager
-    def alone(self) -> Iterator[None]:
-        """Waits until no other call is alone."""
+    def exclusive_call(self) -> Iterator[None]:
+        """Waits until no other call is exclusive."""
         # Why first: in a forked child the lock may be held forever. It may also be held by a step
         # whose progress bar makes this call.
         self.engine.require_idle()
@@ -192,15 +193,15 @@ class Call(Generic[EngineT]):
 
     def __exit__(self, *exc_info: object) -> None:
         if self._calls.latest is self:  # Why: an older call need not wait for the newer one.
-            with self.engine.lock.held():
-                if self._calls.latest is self:  # the requests of a later call are left alone
+            with self.engine.lock.hold():
+                if self._calls.latest is self:  # else the requests belong to a later call
                     self.engine.abort_all()
 
     @contextlib.contextmanager
-    def held_engine(self) -> Iterator[EngineT]:
+    def locked_engine(self) -> Iterator[EngineT]:
         """The engine with its lock held, for one pass of the call's loop; raises like
         `require_latest`."""
-        with self.engine.lock.held():
+        with self.engine.lock.hold():
             self.require_latest()
             yield self.engine
 
@@ -209,8 +210,8 @@ class Call(Generic[EngineT]):
         _ = self._calls.engine  # Raises if the LLM is closed.
         if self._calls.latest is not self:
             raise NanoEngineError(
-                "this stream was cut off: another call ran on the same LLM; finish or close a"
-                " stream before the next call"
+                "this stream was ended by another call on the same LLM: finish or close a stream"
+                " before the next call"
             )
 
     def step(self, running: Collection[str]) -> list[str]:

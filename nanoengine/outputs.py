@@ -175,7 +175,7 @@ def request_metrics(request: Request) -> RequestMetrics:
 
 
 @dataclass(slots=True)
-class _Shown:
+class _Emitted:
     """How much of a completion earlier outputs contained, and its logprobs converted so far."""
 
     num_tokens: int = 0
@@ -204,13 +204,13 @@ class OutputBuilder:
         self._tokenizer = tokenizer
         self._token_text = tokenizer.token_text if tokenizer else None
         self._kind = kind
-        self._shown: defaultdict[int, _Shown] = defaultdict(_Shown)  # by index: forks may join
+        self._emitted: defaultdict[int, _Emitted] = defaultdict(_Emitted)  # index -> its output
         self._prompt_logprobs: list[dict[int, Logprob] | None] | None = None
 
     def has_grown(self) -> bool:
         """True if a sequence has tokens that no output has contained."""
         return any(
-            seq.num_output_tokens > self._shown[seq.index].num_tokens
+            seq.num_output_tokens > self._emitted[seq.index].num_tokens
             for seq in self.request.sequences
         )
 
@@ -232,19 +232,19 @@ class OutputBuilder:
         )
 
     def _completion(self, seq: Sequence) -> CompletionOutput:
-        shown = self._shown[seq.index]
+        emitted = self._emitted[seq.index]
         tokens, text = seq.output_token_ids, self._text(seq)
         logprobs = None if seq.extras is None else seq.extras.logprobs
         if logprobs is not None:
-            shown.logprobs += logprob_dicts(logprobs[len(shown.logprobs) :], self._token_text)
-        first, start = (shown.num_tokens, shown.num_chars) if self._kind == "delta" else (0, 0)
-        shown.num_tokens, shown.num_chars = len(tokens), len(text)
+            emitted.logprobs += logprob_dicts(logprobs[len(emitted.logprobs) :], self._token_text)
+        first, start = (emitted.num_tokens, emitted.num_chars) if self._kind == "delta" else (0, 0)
+        emitted.num_tokens, emitted.num_chars = len(tokens), len(text)
         return CompletionOutput(
             index=seq.index,
             text=text[start:],
             token_ids=tokens[first:],
             cumulative_logprob=seq.extras.cumulative_logprob if logprobs is not None else None,
-            logprobs=None if logprobs is None else shown.logprobs[first:],
+            logprobs=None if logprobs is None else emitted.logprobs[first:],
             finish_reason=cast("FinishReason | None", seq.finish_reason),
             stop_reason=seq.stop_reason,
             error=self.request.error if seq.finish_reason == "error" else None,

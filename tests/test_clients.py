@@ -30,7 +30,7 @@ def test_there_are_programs_of_many_kinds() -> None:
 
 
 @pytest.mark.parametrize("client", CLIENTS, ids=lambda path: path.stem)
-def test_a_program_runs_with_another_import_alone(
+def test_a_vllm_program_runs_after_changing_its_import(
     client: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -83,7 +83,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 @pytest.mark.usefixtures("thread_ranks")
 @pytest.mark.filterwarnings("ignore:no effect in nanoengine")
 @pytest.mark.parametrize("name", CONSTRUCTORS)
-def test_a_constructor_of_vllms_users(name: str, models: dict[str, str]) -> None:
+def test_constructor_calls_of_vllm_users_run(name: str, models: dict[str, str]) -> None:
     options = dict(CONSTRUCTORS[name])
     with LLM(models[options.pop("model", "demo")], **options) as llm:
         (output,) = llm.generate("Once", SamplingParams(max_tokens=2), use_tqdm=False)
@@ -92,7 +92,7 @@ def test_a_constructor_of_vllms_users(name: str, models: dict[str, str]) -> None
 
 
 @pytest.mark.filterwarnings("ignore:no effect in nanoengine")
-def test_what_a_checkpoint_has_not_is_refused(models: dict[str, str]) -> None:
+def test_unsupported_models_and_quantization_raise(models: dict[str, str]) -> None:
     with pytest.raises(ModelError, match="unsupported arch"):
         LLM(models["media"], limit_mm_per_prompt={"image": 0})
     for model, option in (("demo", "awq"), ("demo", "gptq"), ("awq", "gptq_marlin")):

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent
 
 
 @pytest.mark.parametrize("options", test_overlap_gpu.CACHES)
-def test_the_overlapped_loop_is_tested_with_options_that_go_together(options):
+def test_options_of_the_overlap_tests_are_compatible(options):
     on_cpu = {"device": "cpu", "dtype": "float32", "attention_backend": "naive"}
     engine = test_overlap_gpu.engine_of(**options, **on_cpu)
     assert engine.info.num_kv_blocks >= 24

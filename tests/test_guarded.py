@@ -31,22 +31,22 @@ def pytest_configure(config):
 TESTS = """
 import pytest
 
-@pytest.mark.guards("ground/*.py")
+@pytest.mark.guards("guarded/*.py")
 @pytest.mark.parametrize("i", [0, 1])
-def test_of_the_ground(i):
-    assert "bad" not in open("ground/a.py").read()
+def test_guarded(i):
+    assert "bad" not in open("guarded/a.py").read()
 
-@pytest.mark.guards("ground/*.py")
+@pytest.mark.guards("guarded/*.py")
 @pytest.mark.soak
-def test_for_hours():
+def test_soak():
     raise AssertionError
 
-@pytest.mark.guards("ground/b.py")
+@pytest.mark.guards("guarded/b.py")
 @pytest.mark.skip
-def test_of_another_machine():
+def test_skipped():
     pass
 
-def test_of_all_days():
+def test_unguarded():
     pass
 """
 INI = """
@@ -54,8 +54,8 @@ INI = """
 addopts = -q -m "not soak" -p no:cacheprovider
 testpaths = .
 markers =
-    guards: as ours
-    soak: as ours
+    guards: as in this repository
+    soak: as in this repository
 """
 ALONE = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_PLUGINS": "xdist.plugin,pytest_timeout"}
 
@@ -65,13 +65,13 @@ class Suite:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        (directory / "ground").mkdir()
+        (directory / "guarded").mkdir()
         for name, text in {
             "conftest.py": CONFTEST,
             "test_it.py": TESTS,
             "pytest.ini": INI,
-            "ground/a.py": "good",
-            "ground/b.py": "",
+            "guarded/a.py": "good",
+            "guarded/b.py": "",
         }.items():
             (directory / name).write_text(text)
 
@@ -82,9 +82,9 @@ class Suite:
             [sys.executable, "-c", code, *args],
             cwd=self.directory, env=os.environ | ALONE, capture_output=True, text=True, check=False,
         )  # fmt: skip
-        told = done.stdout + done.stderr
-        found = re.findall(r"(\d+) (passed|failed|skipped|deselected)", told.splitlines()[-1])
-        return {what: int(count) for count, what in found}, told
+        output = done.stdout + done.stderr
+        found = re.findall(r"(\d+) (passed|failed|skipped|deselected)", output.splitlines()[-1])
+        return {what: int(count) for count, what in found}, output
 
     def record(self) -> dict[str, str]:
         """Returns the recorded digests."""
@@ -98,27 +98,27 @@ def suite(tmp_path: Path) -> Suite:
 
 
 @pytest.mark.parametrize("workers", [(), ("-n", "2")])
-def test_what_has_passed_runs_again_when_its_ground_has_changed(suite, workers):
+def test_a_passed_test_runs_again_after_its_guarded_files_have_changed(suite, workers):
     assert suite.run(*workers)[0]["passed"] == 3  # no digest is recorded yet
     assert not (suite.directory / "guarded.json").exists()
     assert suite.run("--guarded", "only", *workers)[0]["passed"] == 2
     before = suite.record()
-    assert list(before) == ["test_it.py ground/*.py", "test_it.py ground/b.py"]
+    assert list(before) == ["test_it.py guarded/*.py", "test_it.py guarded/b.py"]
 
-    counts, told = suite.run(*workers)
+    counts, output = suite.run(*workers)
     assert counts["passed"] == 1
-    assert "3 tests left out" in told and "make test-guarded" in told
+    assert "3 tests were deselected" in output and "make test-guarded" in output
     assert suite.run("--guarded", "all", *workers)[0]["passed"] == 3
     assert suite.run("test_it.py", *workers)[0]["passed"] == 3  # named tests always run
 
-    (suite.directory / "ground" / "a.py").write_text("bad")
-    counts, told = suite.run(*workers)
-    assert (counts["passed"], counts["failed"]) == (1, 2) and "1 tests left out" in told
+    (suite.directory / "guarded" / "a.py").write_text("bad")
+    counts, output = suite.run(*workers)
+    assert (counts["passed"], counts["failed"]) == (1, 2) and "1 tests were deselected" in output
     suite.run("--guarded", "only", *workers)
-    assert suite.record() == {key: before[key] for key in ["test_it.py ground/b.py"]}
+    assert suite.record() == {key: before[key] for key in ["test_it.py guarded/b.py"]}
 
 
-def test_a_part_writes_nothing_down(suite):
+def test_running_a_part_records_nothing(suite):
     suite.run("--guarded", "only", "-k", "1")
     assert suite.record() == {}
     suite.run("--guarded", "only")
@@ -128,9 +128,9 @@ def test_a_part_writes_nothing_down(suite):
     assert full and not (suite.directory / "guarded.json").exists()
 
 
-def test_a_new_file_and_the_test_itself_are_part_of_the_ground(suite):
+def test_new_files_and_the_test_file_change_the_digest(suite):
     suite.run("--guarded", "only")
-    (suite.directory / "ground" / "c.py").write_text("")
+    (suite.directory / "guarded" / "c.py").write_text("")
     assert suite.run()[0]["passed"] == 3
     suite.run("--guarded", "only")
     assert suite.run()[0]["passed"] == 1
@@ -138,9 +138,9 @@ def test_a_new_file_and_the_test_itself_are_part_of_the_ground(suite):
     assert suite.run()[0]["passed"] == 3
 
 
-def test_a_guard_of_nothing_is_an_error(suite):
-    (suite.directory / "test_it.py").write_text(TESTS.replace("ground/b.py", "ground/z.py"))
-    assert "a guard names no file: 'ground/z.py'" in suite.run()[1]
+def test_a_guard_that_matches_no_file_is_an_error(suite):
+    (suite.directory / "test_it.py").write_text(TESTS.replace("guarded/b.py", "guarded/z.py"))
+    assert "a guard matches no file: 'guarded/z.py'" in suite.run()[1]
 
 
 HANGS = """
@@ -162,11 +162,11 @@ def test_after_it():
 """
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="has no alarm: pytest-timeout does it alone")
-def test_what_hangs_fails_and_shows_its_threads_and_processes(suite):
+@pytest.mark.skipif(sys.platform == "win32", reason="no SIGALRM: pytest-timeout ends tests itself")
+def test_a_hanging_test_fails_and_shows_its_threads_and_processes(suite):
     (suite.directory / "test_it.py").write_text(HANGS)
-    counts, told = suite.run()
+    counts, output = suite.run()
     assert counts == {"passed": 1, "failed": 1}
-    assert "test_that_waits_for_a_process took longer than 2 s" in told
-    assert "in in_a_thread" in told and "in test_that_waits_for_a_process" in told
-    assert "deep_in_a_child" in told.partition("process ")[2].replace("def deep_in_a_child", "")
+    assert "test_that_waits_for_a_process took longer than 2 s" in output
+    assert "in in_a_thread" in output and "in test_that_waits_for_a_process" in output
+    assert "deep_in_a_child" in output.partition("process ")[2].replace("def deep_in_a_child", "")

@@ -19,7 +19,7 @@ CORE = sorted(
     if path.stem != "__init__"
 )
 
-CHAIN: tuple[set[str], ...] = (
+LAYERS: tuple[set[str], ...] = (
     {"cli"},
     {"as_vllm", "bench", "parallel"},
     {"llm", "llm_mixins"},
@@ -38,10 +38,10 @@ CHAIN: tuple[set[str], ...] = (
 )
 """Packages and top-level modules, highest layer first. Each imports only itself and lower ones."""
 
-BESIDE = {("llm", "llm_mixins"), ("settings", "errors")}
+SAME_LAYER_IMPORTS = {("llm", "llm_mixins"), ("settings", "errors")}
 """Allowed imports between two members of one layer. Import cycles are still forbidden."""
 
-STANDARD_LIBRARY_AND = {
+THIRD_PARTY_IMPORTS = {
     # packages outside the standard library that a module may import
     "errors": set(),
     "version": set(),
@@ -60,10 +60,10 @@ def module_name(path: Path) -> str:
     return ".".join(parts) or "nanoengine"
 
 
-def place_of(module: str) -> int | None:
-    """Returns the index of the module's layer in the chain, None for a module that has none."""
-    room = module.partition(".")[0]
-    return next((place for place, rooms in enumerate(CHAIN) if room in rooms), None)
+def layer_of(module: str) -> int | None:
+    """Returns the index of the module's layer; None for a module that is in no layer."""
+    package = module.partition(".")[0]
+    return next((i for i, packages in enumerate(LAYERS) if package in packages), None)
 
 
 def imports_of(path: Path) -> set[str]:
@@ -92,26 +92,28 @@ def is_module(name: str) -> bool:
 def violations(path: Path, module: str) -> list[str]:
     if module == "nanoengine":  # it names attributes of other modules and loads them lazily
         return []
-    place, room = place_of(module), module.partition(".")[0]
-    if place is None:
-        return [f"{module}: not in the chain"]
+    layer, package = layer_of(module), module.partition(".")[0]
+    if layer is None:
+        return [f"{module}: not in LAYERS"]
     found = []
     for name in imports_of(path):
         if name == "nanoengine":
             continue
         if name.startswith("nanoengine."):
-            other = name.removeprefix("nanoengine.")
-            there, their = place_of(other), other.partition(".")[0]
-            if their != room and (room, their) not in BESIDE and (there is None or there <= place):
-                found.append(f"{module} imports {other}")
-        elif room in STANDARD_LIBRARY_AND:
+            imported = name.removeprefix("nanoengine.")
+            lower, target = layer_of(imported), imported.partition(".")[0]
+            if target == package or (package, target) in SAME_LAYER_IMPORTS:
+                continue
+            if lower is None or lower <= layer:
+                found.append(f"{module} imports {imported}")
+        elif package in THIRD_PARTY_IMPORTS:
             top = name.partition(".")[0]
-            if top not in sys.stdlib_module_names | STANDARD_LIBRARY_AND[room]:
+            if top not in sys.stdlib_module_names | THIRD_PARTY_IMPORTS[package]:
                 found.append(f"{module} imports {name}")
     return found
 
 
-def test_who_may_import_whom():
+def test_modules_only_import_lower_layers():
     paths = sorted(PACKAGE.rglob("*.py"))
     assert len(paths) > 20
     assert [wrong for path in paths for wrong in violations(path, module_name(path))] == []
@@ -128,16 +130,16 @@ def test_who_may_import_whom():
         ("layers.linear", "import nanoengine.runner.model_runner"),
         ("models.qwen3", "def f():\n    from nanoengine.llm import LLM"),
         ("observe.trace", "from nanoengine.build import build_engine"),
-        ("unheard_of", "import os"),
+        ("unknown", "import os"),
     ],
 )
-def test_the_chain_notices(tmp_path, module, line):
+def test_the_import_rules_detect_violations(tmp_path, module, line):
     path = tmp_path / "module.py"
     path.write_text(line)
     assert len(violations(path, module)) == 1
 
 
-def circles(graph: dict[str, set[str]]) -> set[frozenset[str]]:
+def cycles(graph: dict[str, set[str]]) -> set[frozenset[str]]:
     """Returns groups of modules that reach each other, without modules outside of cycles."""
     reached = {module: set(names) for module, names in graph.items()}
     for middle in graph:  # Source: Warshall's algorithm
@@ -151,7 +153,7 @@ def circles(graph: dict[str, set[str]]) -> set[frozenset[str]]:
     }
 
 
-def test_the_package_needs_nothing_that_only_the_repository_has():
+def test_the_package_imports_nothing_from_the_repository():
     outside = {"benchmarks", "tests", "tools", "bench", "matplotlib"}
     found = {module_name(path): imports_of(path) for path in PACKAGE.rglob("*.py")}
     assert {
@@ -161,20 +163,20 @@ def test_the_package_needs_nothing_that_only_the_repository_has():
     } == {}
 
 
-def test_no_circle_of_imports_types_included():
-    """A file can be read without the files above it, even for types."""
+def test_there_are_no_import_cycles_even_for_types():
+    """A file can be read without the files of higher layers, even for types."""
     graph = {module_name(path): imports_of(path) for path in PACKAGE.rglob("*.py")}
     graph = {
         module: {name.removeprefix("nanoengine.") for name in names} & graph.keys()
         for module, names in graph.items()
     }
     assert sum(map(len, graph.values())) > 300
-    assert [sorted(circle) for circle in circles(graph)] == []
+    assert [sorted(cycle) for cycle in cycles(graph)] == []
 
 
-def test_a_circle_of_imports_is_noticed():
+def test_an_import_cycle_is_detected():
     graph = {"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}, "e": {"e"}, "f": set()}
-    assert circles(graph) == {frozenset("abc"), frozenset("e")}
+    assert cycles(graph) == {frozenset("abc"), frozenset("e")}
 
 
 def run_python(*arguments: str) -> str:
@@ -206,7 +208,7 @@ def test_importing_loads_no_heavy_library(modules, unloaded):
     assert run_python("-c", code).strip() == "[]"
 
 
-def test_the_tests_of_the_core_need_no_torch():
+def test_tests_of_the_core_need_no_torch():
     """Collects them with torch blocked; `make core` runs them the same way."""
     run_python("-m", "pytest", "-p", "tests.support.no_torch", "--collect-only", "-q", "tests/core")
 

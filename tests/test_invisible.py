@@ -100,7 +100,7 @@ def quantized_truth(quantization):
         ("int4_weight_only", {"block_size": 16, "long_prefill_threshold": 7}),
     ],
 )
-def test_neighbours_and_features_do_not_show_in_quantized_models(quantization, options, truth):
+def test_quantized_models_do_not_depend_on_batch_or_features(quantization, options, truth):
     """Activation scales are per token, so they depend neither on neighbours nor on chunks."""
     engine = make_engine(checkpoint("qwen3"), quantization=quantization, **options)
     assert tokens(run(engine, prompts(), greedy(NUM_TOKENS))) == quantized_truth(quantization)
@@ -121,14 +121,14 @@ def int8_truth():
         {"block_size": 8, "num_kv_blocks": 25, "attention_backend": "cpu"},
     ],
 )
-def test_neighbours_and_features_do_not_show_in_a_cache_of_int8(options, overlap, truth):
+def test_an_int8_cache_does_not_depend_on_batch_or_features(options, overlap, truth):
     """Keys and values are quantized per token."""
     engine = make_engine(checkpoint("qwen3"), kv_cache_dtype="int8", overlap=overlap, **options)
     assert tokens(run(engine, prompts(), greedy(NUM_TOKENS))) == int8_truth()
     assert int8_truth() != truth["full"], "rounding was meant to show"
 
 
-def test_tiers_do_not_show_in_a_cache_of_int8(tmp_path):
+def test_tiers_do_not_change_outputs_of_an_int8_cache(tmp_path):
     tiers = [HostTier(gib=0.0003, policy="load"), DiskTier(tmp_path, gib=0.01, policy="load")]
     for _ in range(2):
         engine = make_engine(
@@ -145,7 +145,9 @@ def test_tiers_do_not_show_in_a_cache_of_int8(tmp_path):
 @pytest.mark.parametrize("caching", [True, False])
 @pytest.mark.parametrize("chunk", [7, 0])
 @pytest.mark.parametrize(("blocks", "overlap"), [(40, False), (40, True), (200, True)])
-def test_windows_do_not_show(model, caching, chunk, blocks, overlap, truth):
+def test_features_do_not_change_outputs_of_windowed_models(
+    model, caching, chunk, blocks, overlap, truth
+):
     family, overrides = MODELS[model]
     engine = make_engine(
         checkpoint(family, **overrides),
@@ -163,7 +165,7 @@ def test_windows_do_not_show(model, caching, chunk, blocks, overlap, truth):
 
 @pytest.mark.parametrize("model", list(MODELS))
 @pytest.mark.parametrize(("store", "overlap"), [("eager", False), ("lazy", False), ("eager", True)])
-def test_tiers_do_not_show(model, store, overlap, truth, tmp_path):
+def test_tiers_do_not_change_outputs(model, store, overlap, truth, tmp_path):
     family, overrides = MODELS[model]
     tiers = [
         HostTier(gib=0.0005, store=store, policy="load"),
@@ -196,13 +198,13 @@ def test_tiers_do_not_show(model, store, overlap, truth, tmp_path):
         {"admission": "hysteresis", "num_kv_blocks": 25, "block_size": 8},
     ],
 )
-def test_other_settings_do_not_show(options, overlap, truth):
+def test_other_settings_do_not_change_outputs(options, overlap, truth):
     engine = make_engine(checkpoint("qwen3"), overlap=overlap, **options)
     assert tokens(run(engine, prompts(), greedy(NUM_TOKENS))) == truth["full"]
 
 
 @LOOPS
-def test_n_sequences_are_the_greedy_one_when_only_the_best_token_is_kept(overlap, truth):
+def test_n_sequences_with_top_k_1_equal_the_greedy_one(overlap, truth):
     params = SamplingParams(n=3, top_k=1, max_tokens=NUM_TOKENS, ignore_eos=True)
     for blocks in (200, 30):  # the small pool preempts forks and resumes them
         engine = make_engine(
@@ -214,7 +216,7 @@ def test_n_sequences_are_the_greedy_one_when_only_the_best_token_is_kept(overlap
 
 @LOOPS
 @pytest.mark.parametrize("draft", ["ngram:max=3,min=1,k=4", "qwen3", "llama"])
-def test_speculation_does_not_show(draft, overlap, truth):
+def test_speculation_does_not_change_outputs(draft, overlap, truth):
     engine = make_engine(
         checkpoint("qwen3"),
         speculative=draft if "ngram" in draft else checkpoint(draft),
@@ -234,7 +236,7 @@ def test_speculation_does_not_show(draft, overlap, truth):
     ("speculative", "overlap"),
     [(None, False), ("ngram:max=3,min=1,k=4", False), ("ngram:max=3,min=1,k=4", True)],
 )
-def test_forced_tokens_do_not_show(speculative, overlap, truth):
+def test_jump_forward_tokens_do_not_change_outputs(speculative, overlap, truth):
     """Also when tokens that a processor proposes as forced differ from the sampled ones."""
     texts = dict(zip(map(tuple, prompts()), (t for (t,) in truth["full"]), strict=True))
     engine = make_engine(
@@ -255,7 +257,9 @@ def test_forced_tokens_do_not_show(speculative, overlap, truth):
 
 @LOOPS
 @pytest.mark.parametrize("speculative", [None, "ngram:max=3,min=1,k=4", "qwen3"])
-def test_a_grammar_that_allows_everything_does_not_show(speculative, overlap, truth, monkeypatch):
+def test_a_grammar_that_allows_everything_does_not_change_outputs(
+    speculative, overlap, truth, monkeypatch
+):
     monkeypatch.setattr(structured, "_library", any_text)
     engine = make_engine(
         checkpoint("qwen3"),
@@ -285,7 +289,7 @@ SEEDED = SamplingParams(temperature=0.9, top_p=0.95, seed=7, max_tokens=NUM_TOKE
 
 
 @LOOPS
-def test_peer_bug_28_seeded_samples_are_the_same_alone_and_among_31_neighbours(overlap):
+def test_seeded_samples_are_the_same_alone_and_in_a_batch_of_32(overlap):
     prompt = prompts()[3]
     engine = make_engine(checkpoint("qwen3"))
     (expected,) = tokens(run(engine, [prompt], SEEDED))
@@ -313,7 +317,7 @@ def test_seeded_samples_are_the_same_after_preemption(overlap):
 
 
 @pytest.mark.parametrize("backend", ["naive", "cpu", "triton"])
-def test_what_a_block_held_before_does_not_show(backend):
+def test_old_content_of_a_block_does_not_change_outputs(backend):
     """NaN in freed blocks must not affect the next sequence, not even multiplied by zero."""
     small = {"head_dim": 64, "num_hidden_layers": 1}
     options = {"block_size": 16, "num_kv_blocks": 20, "max_num_seqs": 4, "dtype": "float32"}

@@ -31,7 +31,7 @@ from nanoengine.text import rendering
 
 ROOT = Path(__file__).resolve().parent.parent
 
-LACKING = '''
+OTHER_SYSTEM = '''
 import builtins, pathlib, types
 
 MODULES = {"crypt", "fcntl", "grp", "posix", "pty", "pwd", "readline", "resource", "syslog",
@@ -52,7 +52,7 @@ NAMES = {
 usual, exists = builtins.__import__, pathlib.Path.exists
 
 
-class Other(types.ModuleType):
+class FilteredModule(types.ModuleType):
     """A module without the names that other systems lack."""
 
     def __init__(self, module):
@@ -68,7 +68,7 @@ def import_as_elsewhere(name, globals=None, locals=None, fromlist=(), level=0):
     if name.partition(".")[0] in MODULES:
         raise ModuleNotFoundError(f"No module named {name!r}", name=name)
     module = usual(name, globals, locals, fromlist, level)
-    return Other(module) if name in NAMES else module
+    return FilteredModule(module) if name in NAMES else module
 
 
 builtins.__import__ = import_as_elsewhere
@@ -111,10 +111,10 @@ for module in pkgutil.walk_packages(nanoengine.__path__, "nanoengine."):
 """Imports every module, not only those that these commands use."""
 
 
-def test_commands_run_and_files_load_without_what_other_systems_lack(tmp_path):
+def test_commands_run_and_files_load_without_linux_only_functions(tmp_path):
     directory = tmp_path / "my jobs"
     directory.mkdir()
-    (tmp_path / "sitecustomize.py").write_text(LACKING)  # template processes too
+    (tmp_path / "sitecustomize.py").write_text(OTHER_SYSTEM)  # template processes too
     (directory / "my rows.csv").write_text('text\nLong ago\n""\nTom\n')
     done = subprocess.run(
         [sys.executable, "-c", COMMANDS + IMPORTS],
@@ -131,7 +131,7 @@ def test_commands_run_and_files_load_without_what_other_systems_lack(tmp_path):
     assert not list(directory.glob("*.lock"))
 
 
-def test_the_grace_ends_where_there_is_no_alarm(monkeypatch):
+def test_the_grace_period_ends_without_sigalrm(monkeypatch):
     monkeypatch.setattr("nanoengine.jobs.signals.ALARM", None)
     work = Work((), lambda task, result: None)
     usual = signal.getsignal(signal.SIGINT)
@@ -145,8 +145,8 @@ def test_the_grace_ends_where_there_is_no_alarm(monkeypatch):
     assert signals.caught == signal.SIGINT and signal.getsignal(signal.SIGINT) is usual
 
 
-def test_a_template_ends_where_there_is_no_alarm(monkeypatch, tmp_path):
-    (tmp_path / "sitecustomize.py").write_text(LACKING)
+def test_a_template_times_out_without_sigalrm(monkeypatch, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(OTHER_SYSTEM)
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     monkeypatch.setattr(rendering, "RENDER_S", 0.3)
     monkeypatch.setattr(rendering, "TIMED_OUT", 1)
@@ -157,7 +157,7 @@ def test_a_template_ends_where_there_is_no_alarm(monkeypatch, tmp_path):
     renderer._end()
 
 
-def test_replicas_are_refused_where_processes_take_no_open_pipe(monkeypatch):
+def test_replicas_raise_where_processes_inherit_no_pipe(monkeypatch):
     monkeypatch.setattr(sys, "platform", "win32")
     with pytest.raises(ConfigError, match="Windows"):
         Worker("nanoengine.parallel.replica")
@@ -179,7 +179,7 @@ def test_a_log_may_be_moved_while_it_stays_locked(tmp_path):
     RecordLog(tmp_path / "out.jsonl").close()
 
 
-def test_another_thread_may_give_a_lock_free(tmp_path):
+def test_another_thread_may_release_a_lock(tmp_path):
     log, disk = RecordLog(tmp_path / "out.jsonl"), DiskFiles(tmp_path, "model", [])
     for close in (log.close, disk.close):
         thread = threading.Thread(target=close)

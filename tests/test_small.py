@@ -37,7 +37,7 @@ from tests.support.fake_executor import EOS, FakeExecutor, expected_output, make
 from tests.support.logits import uniforms_of
 from tools.loc import measure
 
-MOST_LINES = 585
+MAX_LINES = 585
 NUM_WORKLOADS = 300
 BLOCK_SIZE = 4
 
@@ -108,7 +108,7 @@ def decisions(plan: StepPlan) -> StepPlan:
     return replace(plan, admitted=admitted, reasons=[], waits=[])
 
 
-def test_random_workloads_give_the_tokens_of_each_prompt_alone():
+def test_random_workloads_give_the_tokens_of_each_prompt_run_alone():
     for seed in range(NUM_WORKLOADS):
         workload = Workload(seed)
         outputs, _, _ = workload.run_small()
@@ -121,7 +121,7 @@ def test_plans_equal_those_of_the_large_scheduler(monkeypatch):
     # Why: the large scheduler can skip a waiting request that does not fit, and lets chunks of
     # equal prompts reuse blocks that another has just filled. The small one does neither.
     monkeypatch.setattr(waiting, "MAX_LOOK_AHEAD", 0)
-    monkeypatch.setattr(LargeBlockManager, "catch_up", lambda self, seq: None)
+    monkeypatch.setattr(LargeBlockManager, "reuse_filled_blocks", lambda self, seq: None)
     seen = dict.fromkeys(("shared", "chunks", "preempted", "evicted"), 0)
     for seed in range(NUM_WORKLOADS):
         _, small, scheduler = Workload(seed).run_small()
@@ -228,7 +228,7 @@ def test_the_large_scheduler_drives_the_small_runner(large):
     assert outputs == [list(ids) for ids in ids_of(large)]
 
 
-def test_drawn_tokens_do_not_depend_on_their_company():
+def test_sampled_tokens_do_not_depend_on_the_batch():
     params = SamplingParams(temperature=0.8, top_p=0.9, seed=5, max_tokens=12)
     alone = SmallLLM(demo_model_path()).generate(PROMPTS[:1], params)
     tight = SmallLLM(demo_model_path(), num_blocks=12, block_size=4, max_num_batched_tokens=64)
@@ -238,14 +238,14 @@ def test_drawn_tokens_do_not_depend_on_their_company():
 # --- sampler --------------------------------------------------------------------------------------
 
 
-def test_uniforms_are_those_of_the_large_sampler():
+def test_random_numbers_equal_those_of_the_large_sampler():
     draw = random.Random(0)
     for seed, position in [(draw.randrange(2**63), draw.randrange(10**6)) for _ in range(200)]:
         (large,) = uniforms_of(np.array([seed]), np.array([position]))
         assert sampler.uniform(seed, position) == large
 
 
-def test_drawn_tokens_follow_the_filtered_probabilities():
+def test_sampled_tokens_follow_the_filtered_probabilities():
     logits = torch.tensor([1.0, 3.0, 2.0, 0.0, 2.5])
     params = SamplingParams(temperature=0.7, top_k=4, top_p=0.95, min_p=0.04)
     kept = {1: 3.0, 4: 2.5, 2: 2.0}  # top_k drops token 3; min_p and top_p drop token 0
@@ -258,7 +258,7 @@ def test_drawn_tokens_follow_the_filtered_probabilities():
     assert chi_square < 13.8, "two degrees of freedom, one in a thousand"
 
 
-def test_it_shows_its_steps(capsys):
+def test_the_command_prints_its_steps(capsys):
     main(("Once upon a time", "Once upon a time there was"), max_tokens=12, num_blocks=5)
     printed = capsys.readouterr().out
     for shown in ("admit seq 0", "preempt seq 1", "blocks 0", "-> ", "little frog"):
@@ -268,29 +268,29 @@ def test_it_shows_its_steps(capsys):
 # --- errors and size ------------------------------------------------------------------------------
 
 
-def test_what_it_cannot_do_is_refused(tmp_path):
+def test_unsupported_requests_and_checkpoints_raise(tmp_path):
     llm = SmallLLM(demo_model_path(), num_blocks=9, block_size=8)
-    with pytest.raises(RequestError, match=r"obeys temperature.*alone, got .*n=2"):
+    with pytest.raises(RequestError, match=r"only temperature.*are supported here, got .*n=2"):
         llm.generate(["a"], SamplingParams(n=2))
     with pytest.raises(RequestError, match="empty"):
         llm.engine.add_requests([[]], greedy())
-    with pytest.raises(CapacityError, match="need 13 KV blocks, the pool has 8"):
+    with pytest.raises(CapacityError, match="need 13 KV blocks, but the pool has 8"):
         llm.engine.add_requests([[1] * 90], greedy(8))
     with pytest.raises(PromptTooLongError, match="max_model_len=2048"):
         llm.engine.add_requests([[1] * 2048], greedy())
     with pytest.raises(RequestError):
         llm.generate(["Once", ""], greedy())
-    assert not llm.engine.scheduler.has_unfinished, "the first prompt does not stay behind"
+    assert not llm.engine.scheduler.has_unfinished, "the valid prompt is not queued either"
     with pytest.raises(ConfigError, match=r"no config\.json"):
         SmallLLM(tmp_path)
     with pytest.raises(ConfigError, match="max_num_batched_tokens=3"):
         SmallLLM(demo_model_path(), max_num_batched_tokens=3)
     make_checkpoint(tmp_path, "gemma3")
-    with pytest.raises(UnsupportedModelError, match="architecture of"):
+    with pytest.raises(UnsupportedModelError, match="supports architecture"):
         read_config(tmp_path)
 
 
-def test_equal_digests_of_other_tokens_are_no_hit():
+def test_other_tokens_with_an_equal_digest_are_not_a_hit():
     pool = block_pool.BlockPool(4)
     first = pool.allocate()
     pool.register(first, b"same", (1, 2))
@@ -298,6 +298,6 @@ def test_equal_digests_of_other_tokens_are_no_hit():
     assert pool.lookup(b"same", (1, 2)) == first
 
 
-def test_it_stays_small():
+def test_the_small_engine_stays_small():
     files = Path(block_pool.__file__).parent.glob("*.py")
-    assert sum(measure(path.read_text(encoding="utf-8")).lines for path in files) <= MOST_LINES
+    assert sum(measure(path.read_text(encoding="utf-8")).lines for path in files) <= MAX_LINES

@@ -19,7 +19,7 @@ def tool():
     return module
 
 
-def test_the_counting_of_the_tool(tool):
+def test_the_spine_tool_counts_executed_lines(tool):
     assert doctest.testmod(tool).failed == 0
     source = (
         "def f(a):\n    if a:\n        return (1,\n                2)\n    return 3\n\n\nX = 1\n"

@@ -1,4 +1,4 @@
-"""docs/tour.md: each line that an exercise breaks has the effect that the page states."""
+"""Checks the exercises of docs/tour.md: each change has the output that the page shows."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ QUOTES = [b for b in BLOCKS if b.kind == "quotation"]
 BREAKS = [b for b in BLOCKS if b.kind == "diff"]
 
 
-def test_the_page_is_made_of_what_is_tested():
+def test_the_page_contains_only_tested_code():
     """docs/test_pages.py checks examples and quotations; this file checks exercises."""
     assert len(re.findall(r"^## \d+\. ", PAGE, re.M)) == 10
     assert len(QUOTES) >= 7
@@ -34,11 +34,13 @@ def test_the_page_is_made_of_what_is_tested():
 
 @contextlib.contextmanager
 def changed(path: str, old: str, new: str) -> Iterator[None]:
-    """Changes one place in one file of the small engine within this process."""
+    """Replaces a text in a file of the small engine, in this process only."""
     source = (ROOT / path).read_text(encoding="utf-8")
-    assert source.count(old) == 1, f"{old!r} is not once in {path}"
+    assert source.count(old) == 1, f"{old!r} must occur once in {path}"
     name = path.removesuffix(".py").replace("/", ".")
-    ours = {m: sys.modules.pop(m) for m in list(sys.modules) if m.startswith("nanoengine.small.")}
+    original = {
+        m: sys.modules.pop(m) for m in list(sys.modules) if m.startswith("nanoengine.small.")
+    }
     try:
         spec = importlib.util.spec_from_file_location(name, ROOT / path)
         module = sys.modules[name] = importlib.util.module_from_spec(spec)
@@ -47,20 +49,20 @@ def changed(path: str, old: str, new: str) -> Iterator[None]:
     finally:
         for loaded in [m for m in sys.modules if m.startswith("nanoengine.small.")]:
             del sys.modules[loaded]
-        sys.modules.update(ours)
+        sys.modules.update(original)
 
 
 @pytest.mark.parametrize("exercise", list(exercises()), ids=lambda exercise: exercise.path)
-def test_a_broken_line_does_what_the_answer_says(exercise):
+def test_a_broken_line_has_the_effect_in_the_answer(exercise):
     question = exercise.question
     answer = next(b for b in BLOCKS if b.line > question.line and b.kind == "output")
     with changed(exercise.path, exercise.old, exercise.new):
         assert output_of(question) == answer.text
-    assert output_of(question) != answer.text, "the answer tells the two apart"
+    assert output_of(question) != answer.text, "the change shows be visible difference"
 
 
-def test_the_command_shows_the_exercise_that_was_begun_and_no_other(tmp_path):
-    """Runs in a copy without pytest, as after `make demo`."""
+def test_the_command_shows_the_started_exercise_only(tmp_path):
+    """The command runs in a copy of the repository, without pytest, as after `make demo`."""
     for name in ("nanoengine", "tools", "docs", "tests"):
         ignored = shutil.ignore_patterns("__pycache__", "images")
         shutil.copytree(ROOT / name, tmp_path / name, ignore=ignored)
@@ -78,7 +80,7 @@ def test_the_command_shows_the_exercise_that_was_begun_and_no_other(tmp_path):
             command, cwd=tmp_path, env=environment, check=True, capture_output=True, text=True
         ).stdout
 
-    assert printed().startswith("No line of an exercise is changed")
+    assert printed().startswith("No exercise has started")
     _, _, exercise, *_ = exercises()
     path = tmp_path / exercise.path
     path.write_text(path.read_text("utf-8").replace(exercise.old, exercise.new), "utf-8")

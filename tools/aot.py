@@ -26,7 +26,7 @@ PROMPT = {"prompt_token_ids": list(range(1, 9))}
 GREEDY = SamplingParams(max_tokens=3, temperature=0)
 SAMPLED = SamplingParams(max_tokens=3, temperature=0.8, top_p=0.9, seed=1)
 LINES = (
-    "pack_groups.pack_lines (Array({}, 2, 'C', False, aligned=True),"
+    "pack_groupwise.pack_lines (Array({}, 2, 'C', False, aligned=True),"
     " Array(uint8, 1, 'C', False, aligned=True), int64, int64, int64, int64, int64, int64, int64)"
 )
 """Of K types in GGUF files, of which none is in the package."""
@@ -47,13 +47,13 @@ def signatures() -> list[str]:
 
     def note(kernel: Kernel, *arguments: Any, **kws: Any) -> Any:
         kinds = tuple(numba.typeof(value) for value in arguments)
-        called.add(f"{kernel.place.removeprefix('nanoengine.kernels.')} {kinds!r}")
+        called.add(f"{kernel.qualified_name.removeprefix('nanoengine.kernels.')} {kinds!r}")
         return ask(kernel, *arguments, **kws)
 
     Kernel._compile_for_args = note
     for dtype, quantization in product(("float32", "bfloat16"), (None, "int8", "int4")):
         run(demo_model_path(), dtype=dtype, quantization=quantization)
-    packed.SCREENED_BYTES = 0  # these models' heads are too small for a screen
+    packed.MIN_PRUNED_BYTES = 0  # these models' heads are too small for the pruned argmax
     with tempfile.TemporaryDirectory() as directory:
         write_shape("tiny", Path(directory))  # in float32; the demo model is in bfloat16
         run(Path(directory), dtype="float32", load_format="dummy")

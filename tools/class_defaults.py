@@ -1,9 +1,9 @@
 """Writes nanoengine/checkpoint/defaults.json: `python tools/class_defaults.py`.
 
 The file has the values of keys that a config.json lacks, as transformers' config classes define
-them: per `model_type` those of `KEYS` whose value in the class is another than there.
+them: per `model_type` those of `SCHEMA` whose value in the class is another than there.
 What differs from transformers on purpose is in the families' table. Run it after a change of
-`KEYS` or of the families, or for a new version of transformers; a test compares the two.
+`SCHEMA` or of the families, or for a new version of transformers; a test compares the two.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from transformers import CONFIG_MAPPING
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-from nanoengine.checkpoint.config_reader import COMMON, KEYS  # noqa: E402
+from nanoengine.checkpoint.config_reader import NO_CLASS_DEFAULT, SCHEMA  # noqa: E402
 from nanoengine.checkpoint.families import TEXT_PARTS, Family, every_family  # noqa: E402
 
 FILE = ROOT / "nanoengine" / "checkpoint" / "defaults.json"
@@ -60,10 +60,10 @@ def rope_of(kind: type, family: Family) -> dict[str, Any]:
     rope = getattr(kind(), "rope_parameters", None) or {}
     full, sliding = rope.get("full_attention", rope), rope.get("sliding_attention", rope)
     if {each.get("rope_type", "default") for each in (full, sliding)} - {"default"}:
-        base = {} if family.bases else {"rope_theta": kind.default_theta}
+        base = {} if family.rope_theta_keys else {"rope_theta": kind.default_theta}
         return base | {"rope_parameters": {k: v for k, v in rope.items() if k not in SIZES}}
-    if family.bases:
-        bases = zip(family.bases, (full, sliding), strict=True)
+    if family.rope_theta_keys:
+        bases = zip(family.rope_theta_keys, (full, sliding), strict=True)
         return {name: each["rope_theta"] for name, each in bases}
     return {k: rope[k] for k in ("rope_theta", "partial_rotary_factor") if k in rope}
 
@@ -78,10 +78,10 @@ def defaults_of(model_type: str, family: Family) -> dict[str, Any]:
         usual = family.normalize({**usual, **listed})
     usual = {**usual, **rope_of(kind, family)}
     found = {}
-    for key in sorted(usual.keys() & KEYS.keys() - COMMON - SIZES):
+    for key in sorted(usual.keys() & SCHEMA.keys() - NO_CLASS_DEFAULT - SIZES):
         value = json.loads(json.dumps(usual[key]))  # tuples become lists
-        if value is not None and value != KEYS[key].default:
-            found[key] = float(value) if KEYS[key].kind is float else value
+        if value is not None and value != SCHEMA[key].default:
+            found[key] = float(value) if SCHEMA[key].kind is float else value
     return found
 
 

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from nanoengine.checkpoint.gguf import read_gguf
 from tests.models.test_gguf import CASES, PROMPTS, TYPES, WIDE, found_logits
 from tests.support.gguf_files import make_gguf
-from tests.support.model_helpers import their_logits
+from tests.support.model_helpers import transformers_logits
 
 
 def difference(family: str, option: str | None, **how: Any) -> tuple[str, float]:
@@ -30,7 +30,7 @@ def difference(family: str, option: str | None, **how: Any) -> tuple[str, float]
         model = make_gguf(file, family, **how)
         named = read_gguf(file).metadata["general.architecture"]
         found = found_logits(file, option, **fields)
-        return named, (found - their_logits(model, PROMPTS)).abs().max().item()
+        return named, (found - transformers_logits(model, PROMPTS)).abs().max().item()
 
 
 def of_type(name: str) -> Callable[[str], str]:

@@ -25,7 +25,7 @@ from transformers.models.auto.modeling_auto import (
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from nanoengine.checkpoint.config import OWN_NAMES, parse_model_config  # noqa: E402
+from nanoengine.checkpoint.config import ARCHITECTURE_OVERRIDES, parse_model_config  # noqa: E402
 from nanoengine.checkpoint.families import TEXT_PARTS, every_family  # noqa: E402
 from nanoengine.errors import NanoEngineError  # noqa: E402
 from tests.support import checkpoints  # noqa: E402
@@ -98,7 +98,7 @@ def main() -> None:
     for model_type in wanted:
         architecture = names[model_type]
         architecture = architecture if isinstance(architecture, str) else architecture[-1]
-        architecture = OWN_NAMES.get(model_type, architecture)
+        architecture = ARCHITECTURE_OVERRIDES.get(model_type, architecture)
         rows[model_type] = (architecture, tried(model_type, architecture))
         print(model_type, *rows[model_type], flush=True)
     supported = {architecture for architecture, result in rows.values() if result == "equal"}

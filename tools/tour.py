@@ -1,8 +1,8 @@
-"""Runs an exercise of docs/tour.md: `python tools/tour.py`, after a line to break was changed.
+"""Runs the exercises of docs/tour.md that the reader has started: `python tools/tour.py`
 
-An exercise was begun if its file no longer has the line that the page shows with a minus. Its
-examples run after all examples before them, and what they print now is shown beside what they
-printed before. Needs what `make demo` installs and nothing else.
+An exercise has started if its file no longer contains the line that the page shows with a minus.
+The tool runs all examples of the page up to the exercise's question, and prints the output that the
+page shows next to the new output. It needs only what `make demo` installs.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ EXAMPLES = [block for block in BLOCKS if block.kind == "session"]
 
 
 class Exercise(NamedTuple):
-    """A line to break, and the examples whose output then changes.
+    """A change to the code, and the examples whose output it changes.
 
     Attributes:
-        path, old, new: the file, the text in it, and the text that takes its place.
-        question: the block of examples that follows.
+        path, old, new: the file, the original text, and its replacement.
+        question: the block of examples after the change.
     """
 
     path: str
@@ -39,7 +39,7 @@ class Exercise(NamedTuple):
 
 
 def exercises() -> Iterator[Exercise]:
-    """All exercises of the page, in order."""
+    """Yields all exercises of the page, in order."""
     for block in BLOCKS:
         if block.kind == "diff":
             path, *lines = block.text.rstrip("\n").split("\n")
@@ -48,7 +48,7 @@ def exercises() -> Iterator[Exercise]:
 
 
 def output_of(question: pages.Block) -> str:
-    """What a block of examples prints, after all examples before it."""
+    """Returns the output of a block of examples, run after all examples before it."""
     namespace: dict[str, object] = {}
     parser = doctest.DocTestParser()
     for block in EXAMPLES:
@@ -62,11 +62,11 @@ def output_of(question: pages.Block) -> str:
 
 
 def main() -> None:
-    """Shows the exercises that were begun."""
-    begun = [e for e in exercises() if e.old not in (ROOT / e.path).read_text(encoding="utf-8")]
-    if not begun:
-        print("No line of an exercise is changed: change one, save the file, and run this again.")
-    for exercise in begun:
+    """Prints the results of the exercises that have started."""
+    started = [e for e in exercises() if e.old not in (ROOT / e.path).read_text(encoding="utf-8")]
+    if not started:
+        print("No exercise has started: change a line in its file, save it, and run this again.")
+    for exercise in started:
         print(f"{exercise.path}, docs/tour.md line {exercise.question.line}:")
         examples = doctest.DocTestParser().get_examples(exercise.question.text)
         before = "".join(example.want for example in examples)

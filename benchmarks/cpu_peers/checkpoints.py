@@ -1,10 +1,10 @@
-"""Writes Qwen3 checkpoints with seeded random weights, and a tokenizer, for every peer to load.
+"""Writes Qwen3 checkpoints with seeded random weights and a tokenizer, which every peer can load.
 
     python benchmarks/cpu_peers/checkpoints.py DIRECTORY --shapes tiny small qwen3-0.6b
     python benchmarks/cpu_peers/checkpoints.py DIRECTORY --shapes small --dtype bfloat16
 
-Random weights measure speed as well as trained ones. Prompts are token ids, so the tokenizer only
-has to exist: byte-level, with a merge for each pair of small letters, filled up to the vocabulary.
+Random weights are as fast as trained ones. Prompts are token ids, so the tokenizer only has to
+exist: byte-level, with a merge for each pair of lower-case letters, filled up to the vocabulary.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def make_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
 
 
 def write_checkpoint(shape: str, directory: Path, seed: int, dtype: str = "float32") -> None:
-    """Writes one shape: matrices from normal(0, 0.02), norms 1. In bfloat16 it is the float32 one
-    rounded, in a directory whose name ends with -bf16."""
+    """Writes one shape: matrices from normal(0, 0.02), norms 1. The bfloat16 checkpoint is the
+    rounded float32 one, in a directory whose name ends with -bf16."""
     sizes = {k: v for k, v in SHAPES[shape].items() if not k.endswith("dtype")}
     tokenizer = make_tokenizer(sizes["vocab_size"])
     config = Qwen3Config(

@@ -1,16 +1,16 @@
-"""nanoengine and every installed peer side by side on one CPU: one command, a table and JSON.
+"""Compares nanoengine with every installed peer on one CPU: one command, a table and JSON.
 
     python benchmarks/cpu_peers/compare.py --model CHECKPOINT --envs ENVIRONMENTS --json FILE
     python benchmarks/cpu_peers/compare.py --model CHECKPOINT-bf16 --envs ENVIRONMENTS --defaults
     python benchmarks/cpu_peers/compare.py --model CHECKPOINT --envs ENVIRONMENTS --beside 1
     python benchmarks/cpu_peers/compare.py --gguf FILE ... --envs ENVIRONMENTS --json FILE
 
-Each round runs every configuration once, in a process of its own, and begins with another (A B C,
-B C A, C A B): a machine that drifts does so for all, and none always follows the same one, whose
-memory the system may still be taking back. A run during which other processes used the CPU is
-repeated and then marked; it enters no median. Peers that are missing are named with the reason.
-With `--beside` each run is followed by another, beside processes that keep a core busy each.
-With `--gguf` nanoengine and llama.cpp run the same files, each with its own defaults.
+Each round runs every configuration once, each in a separate process, and starts with the next one
+(A B C, B C A, C A B): slow changes of the machine affect all, and no configuration always follows
+the same one, whose memory the system may still be freeing. A run that other processes disturbed is
+repeated and then marked; medians exclude it. Missing peers are listed with the reason. With
+`--beside N`, each run is repeated while N other processes keep one core busy each. With `--gguf`,
+nanoengine and llama.cpp run the same files, with default settings.
 """
 
 from __future__ import annotations
@@ -47,12 +47,13 @@ while os.getppid() == parent and time.monotonic() < end:
     for _ in range(1_000_000):
         pass
 """
-"""Keeps a core busy, some 20 ms longer than its parent lives."""
+"""Keeps a core busy until about 20 ms after its parent has ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peer:
-    """Where a peer lives, and the converted checkpoint that each quantization needs ("": none).
+    """The environment of a peer, and the converted checkpoint that each quantization needs ("":
+    none).
 
     `env` None is the interpreter that runs this program.
     """
@@ -93,11 +94,12 @@ SIZES = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "head_dim",
 )  # fmt: skip
-"""Fields of a `ModelConfig` from which runners and the report count."""
+"""Fields of a `ModelConfig` that runners and the report use."""
 
 
 def folder_of_shape(file: Path) -> Path:
-    """A folder, of the file's name, with a config.json of its model's sizes, which runners read."""
+    """A folder with the file's name and a config.json with its model's sizes, which runners
+    read."""
     from nanoengine.checkpoint.config import load_model_config
 
     config = load_model_config(file)
@@ -111,19 +113,19 @@ def folder_of_shape(file: Path) -> Path:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """A peer at one quantization."""
+    """A peer with one quantization."""
 
     name: str
     quantization: str
 
     @property
     def label(self) -> str:
-        """As in the report."""
+        """Its name in the report."""
         return f"{self.name} {report.precision_of(self.quantization)}"
 
 
 def interpreter(peer: Peer, envs: Path | None) -> Path | None:
-    """The peer's Python, if there is one."""
+    """The peer's Python interpreter, if it exists."""
     if peer.env is None:
         return Path(sys.executable)
     found = envs / peer.env / "bin" / "python" if envs else None
@@ -160,7 +162,7 @@ def skip_reason(
 
 @contextmanager
 def busy_processes(count: int, seconds: float) -> Iterator[list[int]]:
-    """Ids of so many processes that keep a core busy each, for so long at most."""
+    """Ids of this many processes that keep one core busy each, at most for this time."""
     command = [sys.executable, "-c", BUSY, str(os.getpid()), str(seconds)]
     started = [subprocess.Popen(command) for _ in range(count)]
     try:
@@ -174,7 +176,8 @@ def busy_processes(count: int, seconds: float) -> Iterator[list[int]]:
 def run_entry(
     entry: Entry, names: list[str], args: argparse.Namespace, seed: int, beside: Sequence[int]
 ) -> tuple[list[dict[str, Any]], str | None]:
-    """The lines of one process, and what went wrong, if anything; `beside` it run these others."""
+    """The output lines of one process, and its error, if any; `beside` are the ids of busy
+    processes."""
     python = interpreter(PEERS[entry.name], args.envs)
     command = [
         str(python), str(HERE / f"run_{entry.name}.py"), "--model", str(args.model),
@@ -212,9 +215,9 @@ def wait_for_quiet(seconds: float, busy: Callable[[], float], cores: float) -> b
 def run_rounds(
     entries: list[Entry], args: argparse.Namespace
 ) -> tuple[list[dict[str, Any]], dict[str, str], int]:
-    """All rounds in turn: the lines, the failures by label, and the rounds that were run.
+    """Runs all rounds; returns the lines, the failures by label, and the number of rounds.
 
-    The first round also checks the greedy ids. No round begins that would pass `--minutes`.
+    The first round also checks the greedy ids. No round starts that would exceed `--minutes`.
     """
     lines: list[dict[str, Any]] = []
     failed: dict[str, str] = {}
@@ -252,7 +255,7 @@ def run_rounds(
 
 
 def measure_machine(threads: int) -> report.Peaks:
-    """The machine's read bandwidth and its rates of products, by kernels of nanoengine's own."""
+    """The machine's read bandwidth and its FLOP/s, measured with nanoengine's kernels."""
     import torch
 
     from benchmarks.suite.peak import measure_cpu_peaks
@@ -273,7 +276,7 @@ def build_report(
     rounds: int,
     machine: list[report.Peaks],
 ) -> dict[str, Any]:
-    """Everything that the table and the JSON file show; no directory of this machine is in it."""
+    """The content of the table and the JSON file, without directories of this machine."""
     import torch
 
     from nanoengine.bench.throughput import hardware
@@ -301,7 +304,7 @@ def build_report(
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    """The options; lists are given with commas."""
+    """The options; lists are separated by commas."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     add = parser.add_argument
 
@@ -392,7 +395,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def main() -> int:
-    """Runs what can run and prints the table; 1 if float32 peers disagree or nothing ran."""
+    """Runs all available peers and prints the table; 1 if float32 peers disagree or nothing ran."""
     args = parse()
     skipped: dict[str, str] = {}
     entries = []

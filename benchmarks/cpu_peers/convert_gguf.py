@@ -87,10 +87,10 @@ def write_metadata(writer: gguf.GGUFWriter, checkpoint: Path) -> None:
 
 
 def read_tensors(path: Path) -> Iterator[tuple[str, np.ndarray]]:
-    """Names and float32 numbers of a safetensors file.
+    """Names and float32 values of a safetensors file.
 
-    Why not safetensors: its numpy reader refuses bfloat16, which numpy does not know. The file is
-    the length of a header in JSON, the header, and the tensors behind each other.
+    Why not the safetensors package: its numpy reader does not support bfloat16. The file consists
+    of the length of a JSON header, the header, and the tensors.
     """
     stored = np.memmap(path, np.uint8, mode="r")
     size = int(stored[:8].view(np.uint64)[0])
@@ -128,7 +128,7 @@ def convert(checkpoint: Path, folder: Path, kind: str) -> None:
 
 
 def main() -> None:
-    """Converts to every type that is asked for."""
+    """Converts to every requested type."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("folder", type=Path)

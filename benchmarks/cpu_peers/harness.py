@@ -1,8 +1,9 @@
-"""What the runners of all peers share: options, timing, and one JSON line a workload.
+"""What the runners of all peers share: options, timing, and one JSON line per workload.
 
-A runner is a function `start(options) -> Loaded` handed to `main`. Loading and a warm-up are timed
-apart from the workloads. Standard library only, and imported before the peer's own libraries: the
-numbers of threads are set here. Called by the `run_*.py` files; `compare.py` reads their lines.
+A runner is a function `start(options) -> Loaded`, passed to `main`. Loading and warm-up are timed
+separately. This module uses the standard library only, and is imported before the peer's libraries,
+because it sets the numbers of threads. The `run_*.py` files call it; `compare.py` reads their
+lines.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ from benchmarks.suite.workloads import is_workload, requests_of, warm_up
 from nanoengine.bench.workload import WorkItem
 
 QUANTIZATIONS = ("none", "int8", "int4", "default")
-"""How weights are held: none is float32 throughout; default is whatever the peer does by itself
-with the checkpoint, which is stored in bfloat16. Besides, the name of a GGUF file."""
+"""How weights are stored. none: float32 throughout; default: the peer's default for the checkpoint,
+which is stored in bfloat16; any other value is the name of a GGUF file."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What a runner is asked to do; `batch`, `tokens` and `longest` (the tokens of one request) are
-    those of the largest workload."""
+    """The options of a runner; `batch`, `tokens` and `longest` (the tokens of one request) are the
+    sizes of the largest workload."""
 
     model: Path
     converted: Path
@@ -42,17 +43,18 @@ class Options:
     longest: int
 
     def converted_file(self, suffixes: dict[str, str]) -> Path:
-        """The converted checkpoint for the asked quantization, or the GGUF file of that name."""
+        """The converted checkpoint for the requested quantization, or the GGUF file with that
+        name."""
         name = self.quantization
         return self.converted / (name if is_gguf(name) else self.model.name + suffixes[name])
 
     def stored_bits(self, num_parameters: int) -> float:
-        """Bits of a weight in the GGUF file that was asked for."""
+        """Bits per weight in the requested GGUF file."""
         return 8 * (self.converted / self.quantization).stat().st_size / num_parameters
 
     def kv_gib(self, element_bytes: int = 4) -> int:
-        """Whole GiB that hold keys and values of all `tokens`, and as much again for what a peer
-        keeps of earlier workloads; 4 at least."""
+        """GiB for the keys and values of all `tokens`, and the same again for what a peer caches
+        from earlier workloads; an integer of at least 4."""
         config = json.loads((self.model / "config.json").read_text(encoding="utf-8"))
         head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
         sizes = config["num_hidden_layers"], config["num_key_value_heads"], head_dim
@@ -64,9 +66,9 @@ class Options:
 class Loaded:
     """A peer with its model in memory.
 
-    `generate` gives each request exactly its number of greedy ids. Bits are those of a stored
-    number, scales included: weights of the layers, of the head, and cached keys and values.
-    `dtype` is what float products are computed in.
+    `generate` returns the requested number of greedy ids per request. Bits are per stored value,
+    including scales: weights of the layers, of the head, and cached keys and values. `dtype` is the
+    dtype of float products.
     """
 
     generate: Callable[[list[WorkItem]], list[list[int]]]
@@ -78,7 +80,7 @@ class Loaded:
 
 
 def is_gguf(quantization: str) -> bool:
-    """Whether it is the name of a GGUF file."""
+    """Whether the name is a GGUF file's."""
     return quantization.endswith(".gguf")
 
 
@@ -89,7 +91,7 @@ def main(
     *,
     gguf: bool = False,
 ) -> None:
-    """Parses the command line, loads, warms up, and prints a line for every workload."""
+    """Parses the command line, loads, warms up, and prints one line per workload."""
     parser = argparse.ArgumentParser(description=f"{peer} on workloads of suite/workloads.py")
     parser.add_argument("--model", type=Path, required=True, help="directory of the checkpoint")
     parser.add_argument("--converted", type=Path, default=Path(), help="directory of conversions")
@@ -144,10 +146,11 @@ def measure(
     generate: Callable[[list[WorkItem]], list[list[int]]],
     beside: Sequence[int] = (),
 ) -> dict[str, Any]:
-    """Runs a workload once: seconds, and how many cores others used meanwhile; of G the ids.
+    """Runs a workload once: seconds, and how many cores other processes used meanwhile; for G, the
+    ids.
 
-    The processes `beside` are told apart from the others. Exits if a request got another number of
-    tokens than it asked for.
+    The processes `beside` do not count as others. Exits if a request has another number of tokens
+    than requested.
     """
     started = time.perf_counter()
     before = time.process_time(), seconds_of(beside), busy_seconds()
@@ -175,7 +178,7 @@ def measure(
 
 
 def busy_seconds() -> float:
-    """CPU seconds that the whole machine has spent, what a hypervisor took included (Linux)."""
+    """CPU seconds that the whole machine has used, including the hypervisor's share (Linux)."""
     user, nice, system, _idle, _wait, irq, softirq, stolen = map(
         int, Path("/proc/stat").read_text().split()[1:9]
     )
@@ -183,17 +186,18 @@ def busy_seconds() -> float:
 
 
 def seconds_of(processes: Sequence[int]) -> float:
-    """CPU seconds that these processes have spent (Linux)."""
-    # Why from behind: the second field is a name, which may hold spaces.
+    """CPU seconds that these processes have used (Linux)."""
+    # Why from the end: the second field is a name, which may contain spaces.
     found = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2] for pid in processes]
     ticks = (int(field) for stat in found for field in stat.split()[11:13])
     return sum(ticks) / os.sysconf("SC_CLK_TCK")
 
 
 def _peak_rss_mib() -> int:
-    """This process's largest resident memory, mapped weights included.
+    """This process's peak resident memory, including mapped weights.
 
-    Why not getrusage: its figure survives exec, so a child of a large parent starts with that.
+    Why not getrusage: its value survives exec, so a child of a large parent starts with the
+    parent's.
     """
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) // 1024

@@ -1,8 +1,8 @@
-"""From the runners' JSON lines to a table and a report. Pure: runs nothing, reads no clock.
+"""From the runners' JSON lines to a table and a report. Pure functions without a clock.
 
     python benchmarks/cpu_peers/report.py REPORT.json ...
 
-prints the short tables of docs/benchmarks.md from what `compare.py --json` wrote.
+prints the short tables of docs/benchmarks.md from the files of `compare.py --json`.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from benchmarks.suite.workloads import requests_of
 Line = Mapping[str, Any]
 
 DISTURBED_CORES = 0.2
-"""Cores used by others during a run from which on it does not count: one busy process beside
-spinning OpenMP threads slows a run several times over."""
+"""A run is disturbed if other processes used this many cores: one busy process slows spinning
+OpenMP threads several times."""
 
 ABSOLUTE_PATH = re.compile(
     r"(?<![\w.:])(?:[A-Za-z]:\\|~?/)(?:[^\s'\",;:()\[\]/]+/)*([^\s'\",;:()\[\]/]*)"
@@ -35,17 +35,17 @@ ABSOLUTE_PATH = re.compile(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peaks:
-    """What the machine reached in this run: 1e9 bytes/s, and 1e9 multiplications and additions a
-    second with operands of each kind ("float32", and "bfloat16", "int8" where the CPU has products
-    of them), with the widest instructions of `isa`."""
+    """The peaks of the machine in this run: 1e9 bytes/s, and 1e9 multiplications and additions per
+    second with operands of each dtype ("float32", and "bfloat16", "int8" if the CPU has such
+    instructions), with the widest instructions of `isa`."""
 
     isa: str
     read_gbs: float
     gflops: dict[str, float]
 
     def limits(self, quantization: str, dtype: str = "float32") -> Card:
-        """The rates that a line is held against: int8 products where its weights are quantized,
-        else those of the dtype that it computes in."""
+        """The rates that a line is compared with: int8 products if its weights are quantized, else
+        products in its compute dtype."""
         floats = max(self.gflops["float32"], self.gflops.get(dtype, 0))
         quantized = quantization in ("int8", "int4") or quantization.endswith(".gguf")
         whole = self.gflops.get("int8", 0) if quantized else 0
@@ -57,7 +57,7 @@ class Peaks:
 
 
 def best_of(found: list[Peaks]) -> Peaks:
-    """The largest of each figure. Why: other processes can only make one smaller."""
+    """The largest of each value. Why: other processes can only make one smaller."""
     kinds = found[0].gflops
     return Peaks(
         isa=found[0].isa,
@@ -67,12 +67,12 @@ def best_of(found: list[Peaks]) -> Peaks:
 
 
 def label_of(line: Line) -> str:
-    """A configuration's name: the peer, and how its weights are stored."""
+    """The name of a configuration: the peer, and how its weights are stored."""
     return f"{line['peer']} {precision_of(line['quantization'])}"
 
 
 def precision_of(quantization: str) -> str:
-    """float32, int8, int4, default: what peers are compared within."""
+    """float32, int8, int4 or default: peers of one precision are compared."""
     return "float32" if quantization == "none" else quantization
 
 
@@ -88,10 +88,10 @@ def is_valid(line: Line) -> bool:
 def rows(
     lines: Iterable[Line], config: dict[str, Any], peaks: Peaks, scale: float
 ) -> list[dict[str, Any]]:
-    """One row for each workload and configuration: medians and spreads over its valid lines.
+    """One row per workload and configuration: medians and spreads over its valid lines.
 
-    Where all lines were disturbed, the row says so, and gives no share and no ratio. Its `beside`
-    tells the same of runs beside busy processes, where there were any.
+    If all lines were disturbed, the row says so and has no share and no ratio. Its `beside` has the
+    same values for runs with busy processes, if there were any.
     """
     timed = [line for line in lines if line["workload"] != "G"]
     found = []
@@ -114,7 +114,7 @@ def rows(
 def _group(
     lines: list[Line], config: dict[str, Any], peaks: Peaks, scale: float
 ) -> list[dict[str, Any]]:
-    """The rows of one workload, quiet or beside others, with the ratios among them."""
+    """The rows of one workload, without or with busy processes, and the ratios between them."""
     group = [
         _row([line for line in lines if label_of(line) == label], config, peaks, scale)
         for label in sorted({label_of(line) for line in lines})
@@ -125,7 +125,7 @@ def _group(
         row["nanoengine_is"] = ours and _ratio(ours, row)
         if row is ours:
             ratios = [_ratio(ours, other) for other in same if other is not ours]
-            # Why none: a peer that was disturbed may be the best.
+            # Why none: a disturbed peer may be the best one.
             row["over_best_peer"] = None if None in ratios else min(ratios, default=None)
     return group
 
@@ -165,7 +165,7 @@ def _row(lines: list[Line], config: dict[str, Any], peaks: Peaks, scale: float) 
 
 
 def _ratio(one: dict[str, Any], other: dict[str, Any]) -> float | None:
-    """How many times as fast one is as the other: the median over the rounds that both have."""
+    """The speed of one relative to the other: the median over the rounds that both have."""
     if not (one["valid"] and other["valid"]):
         return None
     both = one["by_round"].keys() & other["by_round"].keys()
@@ -174,10 +174,11 @@ def _ratio(one: dict[str, Any], other: dict[str, Any]) -> float | None:
 
 
 def agreement(lines: Iterable[Line]) -> dict[str, Any] | None:
-    """How many greedy ids of workload G each configuration shares with the reference.
+    """The number of greedy ids of workload G that each configuration shares with the reference.
 
     The reference is transformers, or else the first float32 peer. Float32 peers that differ are
-    listed: they do not compute the same model. Quantized ones may differ; their count is a fact.
+    listed, because they do not compute the same model. Quantized ones may differ; their counts are
+    reported.
     """
     ids = {label_of(line): line["ids"] for line in lines if line["workload"] == "G"}
     floats = [label for label in ids if label.endswith(" float32")]
@@ -198,7 +199,7 @@ def agreement(lines: Iterable[Line]) -> dict[str, Any] | None:
 
 
 def table(report: dict[str, Any]) -> str:
-    """The report as a Markdown page: one table a workload, then what was skipped and why."""
+    """The report as a Markdown page: one table per workload, then what was skipped and why."""
     peaks = report["peaks"]
     text = [
         f"{report['model']}: {report['hardware']['cpu']}, {peaks['isa']}, {report['threads']}"
@@ -229,7 +230,7 @@ def table(report: dict[str, Any]) -> str:
 
 
 def is_time(workload: str) -> bool:
-    """Whether a workload is told as seconds to its one token, not as tokens a second."""
+    """Whether a workload is reported as seconds to its only token, not as tokens per second."""
     return workload.startswith("T")
 
 
@@ -253,8 +254,9 @@ def _table_row(row: dict[str, Any]) -> str:
 
 
 def summary(report: dict[str, Any]) -> str:
-    """A short table for each precision: a line a workload, a column an engine with the median, the
-    range, and how many times as fast nanoengine is; last the share of the limit it reaches."""
+    """One short table per precision. It has one line per workload and one column per engine with
+    the median, the range and the speed of nanoengine relative to it; the last column is
+    nanoengine's share of the limit."""
     peaks, rates = report["peaks"], report["peaks"]["gflops"]
     text = [
         f"{report['hardware']['cpu']}, {report['threads']} threads, instruction set {peaks['isa']};"
@@ -293,8 +295,8 @@ def _range(row: dict[str, Any]) -> str:
 
 
 def _beside(report: dict[str, Any]) -> list[str]:
-    """A table of what was run beside busy processes: a line a row, both rates and the share kept;
-    nanoengine's ratio to each engine, and in its own line to the best of them."""
+    """A table of the runs with busy processes: one line per row, with both rates and their ratio,
+    and nanoengine's ratio to each engine, or in its own line to the best one."""
     rows = [row for row in report["rows"] if "beside" in row]
     if not rows:
         return []
@@ -316,7 +318,7 @@ def _beside(report: dict[str, Any]) -> list[str]:
 
 
 def _figures(row: dict[str, Any]) -> tuple[str, str, str]:
-    """Median, lowest and highest: tokens a second, or seconds to the first token."""
+    """Median, minimum and maximum: tokens per second, or seconds to the first token."""
     speeds = (row["output_tok_s"], *row["spread"])
     if is_time(row["workload"]):
         middle, high, low = (f"{1 / speed:.2f}" for speed in speeds)
@@ -326,7 +328,7 @@ def _figures(row: dict[str, Any]) -> tuple[str, str, str]:
 
 
 def without_paths(text: str) -> str:
-    """The text with every absolute path cut to its last part: reports name no directories.
+    """The text with every absolute path replaced by its last part: reports contain no directories.
 
     >>> without_paths("--model /home/me/small failed in '/opt/x/y.py'")
     "--model small failed in 'y.py'"

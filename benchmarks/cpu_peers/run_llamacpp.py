@@ -1,9 +1,9 @@
 """llama.cpp through the low-level API of llama-cpp-python: all requests in one context.
 
-Continuous batching as in llama.cpp's own batched example: prompts fill batches of 2,048 tokens,
-then every live sequence decodes one token a step. A prefix that all prompts share is computed once
-and copied to every sequence (which copies no memory). int8 and int4 are its q8_0 and q4_0; its
-default is the checkpoint's own bfloat16, with keys and values in float16.
+Continuous batching as in llama.cpp's batched example: prompts fill batches of 2,048 tokens, then
+every unfinished sequence decodes one token per step. A prefix that all prompts share is computed
+once and copied to every sequence (which copies no memory). int8 and int4 are its q8_0 and q4_0; its
+default is the checkpoint's bfloat16, with keys and values in float16.
 """
 
 import harness
@@ -48,7 +48,7 @@ def start(options: Options) -> Loaded:
     batch = lib.llama_batch_init(BATCH_TOKENS, 0, 1)
 
     def run(entries: list[tuple[int, int, int, bool]], outputs: list[list[int]]) -> None:
-        """Decodes (token, position, sequence, wants logits) entries; appends what is sampled."""
+        """Decodes (token, position, sequence, needs logits) entries; appends the sampled tokens."""
         for first in range(0, len(entries), BATCH_TOKENS):
             part = entries[first : first + BATCH_TOKENS]
             batch.n_tokens = len(part)

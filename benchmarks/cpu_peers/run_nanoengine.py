@@ -1,4 +1,4 @@
-"""nanoengine through its public API, defaults but for what is asked."""
+"""nanoengine through its public API, with defaults except for the requested options."""
 
 import harness
 from harness import Loaded, Options
@@ -31,7 +31,7 @@ def start(options: Options) -> Loaded:
         outputs = llm.generate([prompt for prompt, _ in requests], params, use_tqdm=False)
         return [list(output.outputs[0].token_ids) for output in outputs]
 
-    # Why from the bytes: float32 products may run over weights that stay in 16 bits.
+    # Why from the bytes: weights may stay in 16 bits and be multiplied in float32.
     held = 16 if info.weight_bytes < 3 * info.num_parameters else 32
     if harness.is_gguf(quantization):
         held = options.stored_bits(info.num_parameters)

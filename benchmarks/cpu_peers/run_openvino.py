@@ -1,7 +1,7 @@
 """OpenVINO GenAI's continuous batching pipeline: paged attention, prefix caching, split prefill.
 
-For float32, arithmetic and KV cache are held to it, as the other peers' are; else they are
-OpenVINO's own choice: bfloat16 where the CPU computes in it, and an 8-bit KV cache.
+For float32, arithmetic and KV cache are set to float32, as for the other peers; otherwise they are
+OpenVINO's defaults: bfloat16 if the CPU supports it, and an 8-bit KV cache.
 """
 
 import harness

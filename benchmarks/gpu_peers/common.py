@@ -1,8 +1,8 @@
 """What every peer's script shares: the workload, the clock, the bandwidth, the JSON line.
 
 A script loads its engine, runs the whole workload once with other ids to warm up, runs it again
-against the clock, measures the copy bandwidth of the card, and prints one JSON line. An engine that
-can't be imported is skipped, with the reason in that line.
+timed, measures the copy bandwidth of the GPU, and prints one JSON line. An engine that can't be
+imported is skipped, with the reason in that line.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # Why: a peer's environment has no nanoengine installed.
 
-from nanoengine.bench.workload import Scale, WorkItem, random_workload, shifted  # noqa: E402
+from nanoengine.bench.workload import Scale, WorkItem, random_workload, shift_ids  # noqa: E402
 
 TEMPERATURE = 0.6
 LIMITS = {"max_model_len": 4096, "max_num_seqs": 256, "max_num_batched_tokens": 16384}
-"""The same for every engine."""
+"""Equal for every engine."""
 
 Generate = Callable[[list[WorkItem]], Sequence[Sequence[int]]]
-"""Runs requests; the output ids of each, in order."""
+"""Runs requests; returns the output ids of each, in order."""
 
 
 class Engine(NamedTuple):
-    """A loaded engine: what runs requests, and what a reader must know about it."""
+    """A loaded engine: a function that runs requests, and facts for the report."""
 
     generate: Generate
     notes: dict[str, Any]
 
 
 def arguments(description: str | None) -> argparse.ArgumentParser:
-    """The options that every script has."""
+    """The options of every script."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--model", required=True, help="directory that make_checkpoint.py wrote")
     parser.add_argument("--label", required=True, help="the name in the table")
@@ -49,7 +49,7 @@ def arguments(description: str | None) -> argparse.ArgumentParser:
 
 
 def workload(requests: int, longest: int) -> list[WorkItem]:
-    """The standard workload at 256 and 1,024; smaller ones are for trying the scripts."""
+    """The standard workload with 256 and 1,024; smaller values are for trying the scripts."""
     lengths = (min(100, longest), longest)
     return list(random_workload(Scale(requests, lengths, lengths)))
 
@@ -61,9 +61,9 @@ def run(
     bandwidth: Callable[[], float] | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, Any]:
-    """Loads, warms up, runs against the clock, and prints the JSON line.
+    """Loads, warms up, runs timed, and prints the JSON line.
 
-    `bandwidth` gives GB/s; None measures the GPU's.
+    `bandwidth` returns GB/s; None measures the GPU's.
     """
     line: dict[str, Any] = {"label": args.label, "versions": versions()}
     try:
@@ -72,8 +72,8 @@ def run(
         line |= {"load_s": clock() - started} | engine.notes
         items = workload(args.requests, args.longest)
         vocab_size = json.loads(Path(args.model, "config.json").read_text())["vocab_size"]
-        items = shifted(items, 0, vocab_size)  # ids below the vocabulary
-        engine.generate(shifted(items, 1, vocab_size))
+        items = shift_ids(items, 0, vocab_size)  # ids below the vocabulary
+        engine.generate(shift_ids(items, 1, vocab_size))
         started = clock()
         outputs = engine.generate(items)
         seconds = clock() - started
@@ -113,7 +113,7 @@ def copy_bandwidth() -> float:
 
 
 def versions() -> dict[str, str]:
-    """Of the packages that decide the speed, where installed."""
+    """Versions of the packages that affect the speed, if installed."""
     found = {}
     for name in ("torch", "triton", "vllm", "nano-vllm", "flash-attn", "transformers"):
         try:
@@ -124,6 +124,6 @@ def versions() -> dict[str, str]:
 
 
 def finish() -> None:
-    """Ends the process at once: some engines leave threads that would keep it."""
+    """Ends the process at once: threads of some engines would keep it alive."""
     sys.stdout.flush()
     os._exit(0)

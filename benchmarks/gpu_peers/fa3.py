@@ -1,10 +1,10 @@
-"""The kernel yardstick: decode attention of nanoengine's Triton kernels beside FlashAttention-3.
+"""Decode attention of nanoengine's Triton kernels compared with FlashAttention-3.
 
     python benchmarks/gpu_peers/fa3.py [--out FILE]
 
-Both read the same paged cache, at the sizes of the standard workload, each alone in a CUDA graph;
-the store of the new token is left out on both sides. FlashAttention-3 is the one that a vLLM wheel
-brings, or any installed `flash_attn_interface`.
+Both read the same paged cache, with the sizes of the standard workload, each alone in a CUDA graph;
+the store of the new token is excluded in both. FlashAttention-3 comes from a vLLM wheel, or from an
+installed `flash_attn_interface`.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ QWEN = Heads()
 
 
 def fa3() -> Attend:
-    """FlashAttention-3 from whoever brings it.
+    """FlashAttention-3 from any package that contains it.
 
     Raises:
-        ImportError: nobody does.
+        ImportError: no such package is installed.
     """
     try:
         package = importlib.import_module("flash_attn_interface")
@@ -94,7 +94,7 @@ def compare(
     batches: tuple[int, ...] = kernels.DECODE_BATCHES,
     contexts: tuple[int, ...] = kernels.DECODE_CONTEXTS,
 ) -> Iterator[dict[str, Any]]:
-    """A row a size: GB/s of each, and how far their results lie apart at most."""
+    """One row per size: GB/s of each, and the largest difference of their results."""
     entry = 2 * heads.num_kv_heads * heads.head_dim * 2
     for context in contexts:
         for batch in batches:
@@ -115,7 +115,7 @@ def compare(
 
 
 def main() -> None:
-    """Prints a line a size, and the copy bandwidth."""
+    """Prints one line per size, and the copy bandwidth."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=None, help="write the rows as JSON")
     args = parser.parse_args()

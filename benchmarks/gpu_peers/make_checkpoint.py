@@ -1,7 +1,7 @@
 """Writes a checkpoint with random weights that every engine can load: `make_checkpoint.py DIR`.
 
-config.json, one safetensors file under the names of Hugging Face's Qwen3, and the tokenizer of the
-demo model (nano-vllm loads one, though ids go in and out). Random weights measure speed as well as
+config.json, one safetensors file with the names of Hugging Face's Qwen3, and the tokenizer of the
+demo model (nano-vllm loads it, although requests are token ids). Random weights are as fast as
 trained ones; all engines get the same.
 """
 

@@ -1,8 +1,8 @@
-"""Runs engines side by side on one GPU: `run_all.py --model DIR`; see README.md.
+"""Compares engines on one GPU: `run_all.py --model DIR`; see README.md.
 
-In every round each engine runs once, in a process of its own: A B C, A B C, A B C. So a card that
-grows warm, or slow, does so for all. Each line is appended to the output file as it comes. An
-engine that is missing is named with its reason.
+In every round each engine runs once, in a separate process: A B C, A B C, A B C. So a GPU that gets
+warm or slow affects all. Each line is appended to the output file at once. A missing engine is
+listed with its reason.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ HERE = Path(__file__).resolve().parent
 
 
 class Peer(NamedTuple):
-    """A row of the table: whose interpreter (PEER_PYTHON_<name>), which script, which options."""
+    """A row of the table: its interpreter (PEER_PYTHON_<name>), script and options."""
 
     label: str
     python: str
@@ -47,7 +47,7 @@ Start = Callable[[Peer, list[str], float], str]
 
 
 def start(peer: Peer, arguments: list[str], limit_s: float) -> str:
-    """In a process of its own; what it says beside its line goes to the terminal."""
+    """Runs it in a separate process; its other output goes to the terminal."""
     python = os.environ.get(f"PEER_PYTHON_{peer.python}", sys.executable)
     command = [python, str(HERE / peer.script), *peer.options, *arguments]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=limit_s)
@@ -55,7 +55,7 @@ def start(peer: Peer, arguments: list[str], limit_s: float) -> str:
 
 
 def run_once(peer: Peer, arguments: list[str], limit_s: float, start: Start) -> dict[str, Any]:
-    """The JSON line of one run; the last line that is one."""
+    """The JSON line of one run: the last line that is valid JSON."""
     arguments = [*arguments, "--label", peer.label]
     try:
         lines = start(peer, arguments, limit_s).splitlines()
@@ -77,7 +77,7 @@ def run_rounds(
     keep: Callable[[dict[str, Any]], None],
     start: Start = start,
 ) -> list[dict[str, Any]]:
-    """All runs, round by round; a peer that was skipped is not tried again."""
+    """All runs, round by round; a skipped peer is not tried again."""
     results, skipped = [], set()
     for number in range(1, rounds + 1):
         for peer in peers:
@@ -92,7 +92,7 @@ def run_rounds(
 
 
 def table(results: list[dict[str, Any]]) -> str:
-    """Medians and spread, and what was not measured."""
+    """Medians and spread, and failures."""
     lines = [
         f"{'engine':<34}{'tokens':>9}{'seconds':>9}{'tok/s':>9}{'spread':>17}{'copy GB/s':>11}"
     ]
@@ -116,7 +116,7 @@ def table(results: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    """Runs and prints."""
+    """Runs the peers and prints the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", required=True, help="directory that make_checkpoint.py wrote")
     parser.add_argument("--peers", nargs="+", default=[peer.label for peer in PEERS])

@@ -1,8 +1,8 @@
-"""nano-vllm on the standard workload, over a chosen source of attention kernels.
+"""nano-vllm on the standard workload, with selectable attention kernels.
 
-It calls the package flash_attn, a long build. `--kernels fa3` and `--kernels triton` put the folder
-shim/ in its place: the same two functions over vLLM's FlashAttention-3, or over nanoengine's Triton
-kernels, so that two engines can be compared over the same kernels.
+It uses the package flash_attn, which takes long to build. `--kernels fa3` and `--kernels triton`
+replace it by the folder shim/: the same two functions with vLLM's FlashAttention-3 or nanoengine's
+Triton kernels, so that two engines can be compared with the same kernels.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from common import LIMITS, TEMPERATURE, Engine, WorkItem, arguments, finish, run
 
 
 def load(model: str, kernels: str, eager: bool) -> Engine:
-    """The engine; its tokenizer is loaded, since it can't do without."""
+    """The engine; it requires a tokenizer."""
     if kernels != "flash_attn":
         os.environ["FLASH_ATTN_SHIM"] = kernels
         sys.path.insert(0, str(Path(__file__).parent / "shim"))

@@ -9,7 +9,7 @@ from common import LIMITS, TEMPERATURE, Engine, WorkItem, arguments, run
 
 
 def options_of(pairs: list[str]) -> dict[str, Any]:
-    """`name=value` with the value as JSON, or else as it is."""
+    """`name=value`; the value is JSON, or else a string."""
     found = {}
     for pair in pairs:
         name, _, text = pair.partition("=")

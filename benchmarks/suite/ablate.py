@@ -1,10 +1,10 @@
-"""`bench.py --ablate`: what each thing buys that can be switched off, one at a time.
+"""`bench.py --ablate`: the gain of each feature that can be switched off, one at a time.
 
-    base ──── the engine as the options say ───────────────┐ round by round in turn, the same work
-    other ─── the same with one thing switched ────────────┘ ──► ratio of their times, tokens equal?
+    base ──── the engine with the given options ───────────┐ alternating rounds of the same work
+    other ─── the same with one feature switched ──────────┘ ──► ratio of their times, tokens equal?
 
-Most switches are options of the engine. A few things have no option, because nobody would want to
-be without them: there this file takes them out of an engine that was built (`alter` of a `Switch`).
+Most switches are options of the engine. A few features have no option, because there is no reason
+to run without them; they are removed from a created engine (`alter` of a `Switch`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from benchmarks.suite.engines import config_options, open_llm
 from nanoengine.bench import throughput
 from nanoengine.bench.throughput import Round, timed_round, warm_up
-from nanoengine.bench.workload import WorkItem, WorkOptions, fit, shifted
+from nanoengine.bench.workload import WorkItem, WorkOptions, fit, shift_ids
 from nanoengine.core.plan import StepPlan
 from nanoengine.core.scheduler import Scheduler
 from nanoengine.core.sequence import Sequence
@@ -33,13 +33,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Switch:
-    """One thing, and what is in its place.
+    """One feature, and its replacement.
 
     Attributes:
-        name: the thing.
+        name: the feature.
         to: what it is switched to.
-        options: of the engine, which say so.
-        alter: takes it out of an engine that was built; returns why it is not in there, or "".
+        options: options of the engine that switch it.
+        alter: removes it from a created engine; returns why the engine lacks it, or "".
         same_tokens: whether greedy tokens in float32 stay the same.
     """
 
@@ -53,7 +53,7 @@ class Switch:
 class PhasesApart(Scheduler):
     """Computes prompts or decodes in a step, never both; prompts go first.
 
-    So did engines before steps were mixed: each prompt that comes makes all decodes wait.
+    As in engines without mixed steps: each new prompt delays all decodes.
     """
 
     def _schedule_running(self, plan: StepPlan, scheduled: list[Sequence]) -> int:
@@ -70,7 +70,7 @@ class PhasesApart(Scheduler):
 
 
 def phases_apart(llm: LLM) -> str:
-    """Gives an engine that scheduler in the place of its own."""
+    """Gives an engine this scheduler instead of its own."""
     old = llm.engine.scheduler
     llm.engine.scheduler = PhasesApart(
         old.block_manager,
@@ -84,25 +84,25 @@ def phases_apart(llm: LLM) -> str:
 
 
 def unfuse(llm: LLM) -> str:
-    """Runs each layer part by part: `DecoderLayer` in the place of `FusedLayers`."""
+    """Runs the parts of each layer separately: `DecoderLayer` instead of `FusedLayers`."""
     decoder = llm.engine.executor.model.model  # type: ignore[attr-defined]
-    if decoder.stack == list(decoder.layers):
+    if decoder.executed_layers == list(decoder.layers):
         return "no layer of this model is fused here"
-    decoder.stack = list(decoder.layers)
+    decoder.executed_layers = list(decoder.layers)
     return ""
 
 
 def drop_screen(llm: LLM) -> str:
-    """Computes all logits of greedy tokens: the head loses its copy in int8."""
+    """Computes all logits of greedy tokens: the head loses its int8 copy."""
     head = llm.engine.executor.model.lm_head.method  # type: ignore[attr-defined]
     if getattr(head, "values", None) is None:
         return "this head has no screen: it is smaller than 16 MiB, or not in float32 on a CPU"
-    vars(head)["values"] = None  # Why vars: `pin` has copied the buffers of modules there
+    vars(head)["values"] = None  # Why vars: `pin` has copied the buffers of modules into it.
     return ""
 
 
 def switches(config: EngineConfig, info: EngineInfo) -> Iterator[Switch]:
-    """What can be switched in this engine, in the order of the report."""
+    """The switches of this engine, in the order of the report."""
     yield Switch(name="prefix cache", to="off", options={"enable_prefix_caching": False})
     yield Switch(name="chunked prefill", to="off", options={"enable_chunked_prefill": False})
     yield Switch(name="mixed steps", to="prompts apart", alter=phases_apart)
@@ -111,7 +111,7 @@ def switches(config: EngineConfig, info: EngineInfo) -> Iterator[Switch]:
     for size in (info.block_size // 4, info.block_size * 4):
         if size >= 8:
             options: dict[str, Any] = {"block_size": size}
-            if config.num_kv_blocks is not None:  # else its size is given in bytes already
+            if config.num_kv_blocks is not None:  # otherwise its size is already given in bytes
                 tokens = (config.num_kv_blocks - 1) * info.block_size
                 options["num_kv_blocks"] = 1 + tokens // size
             yield Switch(name="block size", to=f"{size} tokens", options=options)
@@ -130,10 +130,10 @@ def switches(config: EngineConfig, info: EngineInfo) -> Iterator[Switch]:
 
 
 def run(config: EngineConfig, options: WorkOptions) -> dict[str, Any]:
-    """Runs each switch in turn with the base, and returns the report as plain data.
+    """Runs each switch alternating with the base, and returns the report as plain data.
 
-    Why pairs: one other engine is open at a time, so a large model needs twice its memory, not a
-    dozen times; and each ratio is of rounds that ran side by side.
+    Why pairs: only one other engine is open at a time, so a large model needs twice its memory, not
+    twelve times; and each ratio compares rounds that ran directly after each other.
     """
     temperature, rounds = options.temperature, options.rounds
     with open_llm(config) as llm:
@@ -178,9 +178,9 @@ def run(config: EngineConfig, options: WorkOptions) -> dict[str, Any]:
 def _base(config: EngineConfig, info: EngineInfo, items: SequenceOf[WorkItem]) -> EngineConfig:
     """The engine that all others are compared with.
 
-    In float32 on a CPU, so that tokens can be compared. Its budget holds the longest request, as it
-    must where prompts are not chunked. Unless its size is given, its pool holds half of what all
-    requests need at their ends, so that admission has something to decide.
+    In float32 on a CPU, so that tokens can be compared. Its token budget fits the longest request,
+    which is necessary without chunked prefill. Unless its size is given, its pool has half of the
+    blocks that all requests need at their ends, so that admission has an effect.
     """
     longest = max(len(item.prompt_token_ids) + item.max_tokens for item in items)
     options: dict[str, Any] = {"max_model_len": longest, "block_size": info.block_size}
@@ -207,12 +207,12 @@ def _pairs(
     rounds: int,
     temperature: float,
 ) -> list[tuple[Round, Round]]:
-    """Rounds of both engines in turn, each pair with ids of its own."""
+    """Alternating rounds of both engines, each pair with new ids."""
     metrics, pairs = Metrics(), []
     for llm in (one, other):
         llm.engine.observers.append(metrics)
     for number in range(first, first + rounds):
-        work = shifted(items, number, one.info.vocab_size)
+        work = shift_ids(items, number, one.info.vocab_size)
         before, after = (timed_round(llm, metrics, work, temperature) for llm in (one, other))
         pairs.append((before, after))
     one.engine.observers.remove(metrics)
@@ -220,7 +220,8 @@ def _pairs(
 
 
 def _compare(switch: Switch, pairs: list[tuple[Round, Round]]) -> dict[str, Any]:
-    """What a switch did: times of both, latencies, and how many requests have other tokens."""
+    """The effect of a switch: times of both, latencies, and the number of requests with other
+    tokens."""
     bases, others = zip(*pairs, strict=True)
     different = sum(
         a.outputs[0].token_ids != b.outputs[0].token_ids
@@ -240,7 +241,7 @@ def _compare(switch: Switch, pairs: list[tuple[Round, Round]]) -> dict[str, Any]
 
 
 def latencies(rounds: SequenceOf[Round]) -> dict[str, float]:
-    """What a request waits for, as medians over rounds: its first token, and a rare long gap."""
+    """Latencies as medians over rounds: TTFT, and a high percentile of ITL."""
     found = []
     for one in rounds:
         ttft = percentiles([output.metrics.ttft_s for output in one.outputs])
@@ -251,10 +252,10 @@ def latencies(rounds: SequenceOf[Round]) -> dict[str, float]:
 
 
 def require_equal_tokens(report: dict[str, Any]) -> None:
-    """What promises equal tokens has kept it: greedy ones, in float32.
+    """Checks that switches which promise equal tokens have them: greedy tokens in float32.
 
     Raises:
-        NanoEngineError: it has not; the report is printed by then.
+        NanoEngineError: tokens differ; the report has already been printed.
     """
     if not report["greedy"] or report["dtype"] != "float32":
         return
@@ -302,7 +303,7 @@ def format_report(report: dict[str, Any]) -> str:
 
 
 def ratios_of(switch: dict[str, Any]) -> list[float]:
-    """How fast the other was beside the base, round by round; 1 is equally fast."""
+    """The speed of the other relative to the base, per round; 1 is equal."""
     pairs = zip(switch["base_seconds"], switch["seconds"], strict=True)
     return [base / other for base, other in pairs]
 

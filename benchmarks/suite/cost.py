@@ -1,23 +1,22 @@
-"""ModelCost: the FLOPs and bytes that a step must cost, by arithmetic on the model's config.
+"""ModelCost: the FLOPs and bytes that a step requires, from the model's config.
 
-The benchmark divides them by measured seconds to say how far a run is from what the hardware can do
-(`peak.py`). Counted, with T tokens, L rows of logits, and c(t) the context of token t (the
-tokens it attends to, itself included; at most the sliding window):
+The benchmark divides them by measured seconds and compares with the peaks of the hardware
+(`peak.py`). With T tokens, L rows of logits, and c(t) the context of token t (the number of tokens
+that it attends to, including itself; at most the sliding window):
 
-    tail     = H*D*h + 3*h*I                                   a layer's, behind attention
-    weights  = layers * (h*(H + 2K)*D + tail) - tail           parameters that all tokens meet
+    tail     = H*D*h + 3*h*I                                   of a layer, after attention
+    weights  = layers * (h*(H + 2K)*D + tail) - tail           parameters that all tokens use
     FLOPs    = 2*T*weights + 2*L*(tail + V*h) + sum over layers, tokens: 4*H*D*c(t)
-    bytes    = (weights + (tail + V*h if L)) * weight          every weight once a step
+    bytes    = (weights + (tail + V*h if L)) * weight          every weight once per step
              + sum over layers, sequences: 2*K*D*element*(context read once + tokens written)
 
-In the last layer only rows that give logits go on from attention, so its tail counts with L. h
-hidden size, I intermediate size, V vocabulary, H / K query / KV heads, D head dim. Norms, rotary
-embedding, embedding look-ups, sampling, activations and the scales of quantized weights are left
-out: they are small, and leaving them out only makes the reported shares lower. The head counts
-whole. Greedy tokens on a CPU read a quarter of it (`ScreenedHead`), so their runs are reported with
-a higher bandwidth than they have. With experts, a token computes k of E; a step reads the experts
-that its T tokens meet under uniform routing, E * (1 - (1 - k/E)**T), and in the last layer those
-that its L rows meet.
+In the last layer only rows with logits continue after attention, so its tail counts with L. h
+hidden size, I intermediate size, V vocabulary, H / K query / KV heads, D head dim. Norms, RoPE,
+embedding lookups, sampling, activations and the scales of quantized weights are excluded: they are
+small, and excluding them only makes the reported shares lower. The head counts completely. Greedy
+tokens on a CPU read a quarter of it (`PrunedArgmaxHead`), so the bandwidth of such runs is
+reported too high. With experts, a token uses k of E; a step reads the experts that its T tokens
+select under uniform routing, E * (1 - (1 - k/E)**T), and in the last layer those of its L rows.
 
 Source: the roofline model (Williams, Waterman and Patterson, 2009), for one step of a transformer.
 """
@@ -39,12 +38,12 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelCost:
-    """The sizes of a model that its cost depends on.
+    """The sizes of a model that determine its cost.
 
     `dense_params` are the parameters of attention and dense MLPs over all layers, `expert_params`
-    those of one expert summed over the layers that have experts; `tail_params` are the part of
-    `dense_params` that lies behind attention in one layer. `windows` has one entry a layer;
-    None is full attention. `element_bytes` is the size of a KV entry, `weight_bytes` of a weight.
+    the parameters of one expert, summed over the layers with experts; `tail_params` are the part of
+    `dense_params` after attention in one layer. `windows` has one entry per layer; None is full
+    attention. `element_bytes` is the size of a KV entry, `weight_bytes` of a weight.
     """
 
     dense_params: int
@@ -66,7 +65,7 @@ class ModelCost:
         cls, config: dict[str, Any], element_bytes: int, weight_bytes: float | None = None
     ) -> ModelCost:
         """Reads a Hugging Face config; `element_bytes` is the size of a KV entry, and of a weight
-        where `weight_bytes` is None."""
+        if `weight_bytes` is None."""
         layers, hidden = config["num_hidden_layers"], config["hidden_size"]
         heads = config["num_attention_heads"]
         kv_heads = config.get("num_key_value_heads") or heads
@@ -118,7 +117,7 @@ class ModelCost:
         return flops, params * self.weight_bytes + entries * self.element_bytes
 
     def _experts_met(self, tokens: int) -> float:
-        """Experts of a layer that so many tokens are expected to be sent to."""
+        """Expected number of experts of a layer that this many tokens select."""
         if not self.num_experts:
             return 0.0
         missed = (1 - self.experts_per_token / self.num_experts) ** tokens

@@ -1,9 +1,9 @@
-"""What the CPU can do at best, with the instructions that the kernels are written in.
+"""Peak rates of the CPU, with the instructions that the kernels use.
 
-`peak.py` times these. Each multiplying kernel keeps its sums in registers and reads no
-memory, so it runs at the rate of the units themselves, of whatever width `isa.CURRENT` has; the
-reading one only reads. A library's matrix product is no limit: it may keep to narrower
-instructions than the CPU has.
+`peak.py` times these kernels. Each compute kernel keeps its sums in registers and reads no memory,
+so it runs at the rate of the arithmetic units, with the width of `isa.CURRENT`; the read kernel
+only reads. A library's matrix product is not a limit: it may use narrower instructions than the CPU
+has.
 """
 
 from __future__ import annotations
@@ -21,32 +21,31 @@ from nanoengine.kernels.pool import parallel_for, share_of
 
 
 def chains(isa: ISA) -> int:
-    """Sums that one worker keeps: enough to hide the latency of each, few enough for the
-    registers."""
+    """Sums per worker: enough to hide the latency of each, few enough for the registers."""
     return 3 * isa.registers // 4
 
 
 CHAINS = chains(CURRENT)
 ROOM = 64 * (CHAINS + 2) // 4
-"""float32 numbers that a worker of a multiplying kernel starts from."""
+"""float32 values with which a worker of a compute kernel starts."""
 
-LINE = 16  # int32 numbers of a cache line
-STREAMS = 4  # places that a worker reads at once
-TURN = 4  # lines of each place that it reads before it goes to the next
-AHEAD = 64  # lines that it asks for beforehand
-PAGE = 1024 * STREAMS * LINE  # int32 numbers that a worker's share is a multiple of
+LINE = 16  # int32 values per cache line
+STREAMS = 4  # positions that a worker reads in parallel
+TURN = 4  # lines per position before the next position
+AHEAD = 64  # lines that are prefetched
+PAGE = 1024 * STREAMS * LINE  # a worker's share is a multiple of this many int32 values
 
 
 def operations(kind: str) -> int:
-    """Multiplications and additions that one turn of a multiplying kernel does."""
+    """Multiplications and additions per iteration of a compute kernel."""
     bits, numbers = (CURRENT.byte_bits, 8) if kind == "int8" else (CURRENT.vector_bits, 0)
     numbers = numbers or {"float64": 64, "float32": 32, "bfloat16": 16}[kind]
     return 2 * CHAINS * bits // numbers
 
 
 def write_products(builder, isa: ISA, kind: str, line, turns) -> None:
-    """Writes `turns` times the chains of products of the first two vectors at `line`, each added to
-    one of the vectors behind them.
+    """Writes `turns` iterations of the products of the first two vectors at `line`, each added to
+    one of the following vectors.
 
     Args:
         kind: "float" (of the type that `line` points to), "bfloat16" or "int8".
@@ -73,7 +72,7 @@ def write_products(builder, isa: ISA, kind: str, line, turns) -> None:
             return call(f"llvm.x86.avx512bf16.dpbf16ps.{bits}", sums, total, x, y)
         if isa.byte_dots == "vpdpbusd":
             return call(f"llvm.x86.avx512.vpdpbusd.{bits}", sums, total, x, y)
-        # Why of the sum: the compiler would take a product that stays the same out of the loop.
+        # Why of the sum: the compiler would move a constant product out of the loop.
         of_bytes, pairs = (ir.VectorType(ir.IntType(n), bits // n) for n in (8, 16))
         both = [builder.bitcast(value, of_bytes) for value in (x, total)]
         added = call("llvm.x86.avx2.pmadd.ub.sw", pairs, *both)
@@ -92,7 +91,7 @@ def write_products(builder, isa: ISA, kind: str, line, turns) -> None:
 
 @intrinsic(prefer_literal=True)
 def _multiply(typing, data, turns, kind):
-    """`write_products` on the numbers of `data`."""
+    """`write_products` on the values of `data`."""
     signature, chosen = types.void(data, turns, kind), kind.literal_value
 
     def codegen(context, builder, sig, args):
@@ -106,8 +105,8 @@ def _multiply(typing, data, turns, kind):
 
 @intrinsic
 def _read(typing, data, at, lines, apart):
-    """The bits that are set anywhere in `lines` lines from each of STREAMS places, `apart` numbers
-    from each other: no load can be left out."""
+    """The bitwise or of `lines` lines at each of STREAMS positions, `apart` values from each other:
+    so no load can be omitted."""
     signature = types.int32(data, at, lines, apart)
 
     def codegen(context, builder, sig, args):
@@ -141,7 +140,7 @@ def _multiply_floats(data, turns, lo, hi):
 
 @compiled(fastmath=())
 def multiply_floats(data, turns):
-    """data[workers, ROOM]: sums of float32 or float64 products, each worker its own."""
+    """data[workers, ROOM]: sums of float32 or float64 products, each worker in its own row."""
     parallel_for(_multiply_floats, len(data), len(data), (data, turns))
 
 
@@ -153,7 +152,7 @@ def _multiply_bfloat16(data, turns, lo, hi):
 
 @compiled(fastmath=())
 def multiply_bfloat16(data, turns):
-    """The same of pairs of bfloat16 numbers, added in float32."""
+    """The same with pairs of bfloat16 values, added in float32."""
     parallel_for(_multiply_bfloat16, len(data), len(data), (data, turns))
 
 
@@ -165,7 +164,7 @@ def _multiply_bytes(data, turns, lo, hi):
 
 @compiled(fastmath=())
 def multiply_bytes(data, turns):
-    """The same of bytes, added in 32 bits."""
+    """The same with bytes, added in 32 bits."""
     parallel_for(_multiply_bytes, len(data), len(data), (data, turns))
 
 
@@ -185,8 +184,8 @@ def _touch(data, num_workers, first, last):
 
 @compiled(fastmath=())
 def touch(data, num_workers):
-    """Writes all of data, each worker the share that `read` gives it: on a machine with several
-    sockets the memory is then its own."""
+    """Writes all of data; each worker writes the share that `read` gives it. So on a machine with
+    several sockets, the memory of each worker is local."""
     parallel_for(_touch, num_workers, num_workers, (data, num_workers))
 
 
@@ -200,7 +199,7 @@ def _read_shares(data, found, num_workers, first, last):
 
 @compiled(fastmath=())
 def read(data, found, num_workers):
-    """Reads whole pages of the int32 numbers `data` once."""
+    """Reads complete pages of the int32 values `data` once."""
     parallel_for(_read_shares, num_workers, num_workers, (data, found, num_workers))
 
 

@@ -1,4 +1,4 @@
-"""Engines of a config."""
+"""Creates engines from configs."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Figures of the benchmark's reports, by matplotlib: labelled axes with units, on a light ground.
+"""Figures of the benchmark's reports, by matplotlib: labelled axes with units, on a light
+background.
 
-Colours are those of Okabe and Ito, which colour-blind eyes tell apart; each series also has a
-marker or a line style of its own. Called by `plot.py`; the only file that imports matplotlib.
+The colours are by Okabe and Ito, for all types of colour vision; each series also has its own
+marker or line style. Called by `plot.py`; the only file that imports matplotlib.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ STYLE = {
     "grid.color": "#dddddd",
     "legend.frameon": False,
     "figure.constrained_layout.use": True,
-    "svg.hashsalt": "nanoengine",  # the same figure is the same file
+    "svg.hashsalt": "nanoengine",  # the same figure gives the same file
     "svg.fonttype": "none",
 }
 Report = dict[str, Any]
@@ -38,7 +39,7 @@ Named = Sequence[tuple[str, Report]]
 
 
 def all_of(reports: Named) -> dict[str, Figure]:
-    """The figures that these reports allow, by the name of their file."""
+    """The figures that these reports allow, by file name."""
     kinds = {
         "throughput": ("points", throughput),
         "waits": ("points", lambda found: waits(found, "points", "value")),
@@ -57,7 +58,7 @@ def all_of(reports: Named) -> dict[str, Figure]:
 
 
 def throughput(reports: Named) -> Figure:
-    """Output tok/s against the swept value, beside the roofline of the very same steps."""
+    """Output tok/s by the swept value, with the roofline of the same steps."""
     figure, axes = _figure()
     for (label, report), colour, marker in zip(_labelled(reports), *_styles(), strict=False):
         points = report["points"]
@@ -77,7 +78,7 @@ def throughput(reports: Named) -> Figure:
 
 
 def waits(reports: Named, key: str, value: str) -> Figure:
-    """How long requests wait for a first, and for a next token: the share that waited less."""
+    """TTFT and ITL: the share of requests that waited less."""
     figure, (first, gap) = _figure(columns=2)
     colours = itertools.cycle(COLOURS)
     lines = itertools.cycle(LINES)
@@ -102,7 +103,7 @@ def waits(reports: Named, key: str, value: str) -> Figure:
 
 
 def ablation(reports: Named) -> Figure:
-    """How fast an engine is with one thing switched: each round, and their median."""
+    """The speed of an engine with one feature switched: each round, and their median."""
     names = list(dict.fromkeys(name for _, report in reports for name, _ in _switched(report)))
     figure, axes = _figure(height=1.6 + 0.42 * len(names))
     offsets = [0.22 * (i - (len(reports) - 1) / 2) for i in range(len(reports))]
@@ -138,7 +139,7 @@ def _switched(report: Report) -> Iterator[tuple[str, list[float]]]:
 
 
 def pool(reports: Named) -> Figure:
-    """Prefill done twice, against the size of the pool, as the simulator finds it."""
+    """Recomputed prefill by pool size, from the simulator."""
     figure, axes = _figure()
     colours, markers = _styles()
     for label, report in _labelled(reports):
@@ -161,7 +162,7 @@ def pool(reports: Named) -> Figure:
 
 
 def runs(reports: Named) -> Figure:
-    """Runs beside each other: tok/s with the roofline, and where a run's time went."""
+    """Compares runs: tok/s with the roofline, and shares of the run's time."""
     figure, (speed, parts) = _figure(columns=2, height=1.8 + 0.6 * len(reports))
     names = [label or report["model"] for label, report in reports]
     for at, (_, report) in enumerate(reports):
@@ -191,7 +192,7 @@ def runs(reports: Named) -> Figure:
 
 
 def _labelled(reports: Named) -> Named:
-    """One report alone needs no name."""
+    """A single report needs no name."""
     return reports if len(reports) > 1 else [("", report) for _, report in reports]
 
 
@@ -225,7 +226,7 @@ def _join(label: str, what: str) -> str:
 
 
 def _title(option: str) -> str:
-    """An option as the label of an axis."""
+    """An option as an axis label."""
     units = {"max_num_seqs": "most sequences at once", "block_size": "tokens a block",
              "max_num_batched_tokens": "token budget of a step"}  # fmt: skip
     return f"{units[option]} ({option})" if option in units else option

@@ -1,22 +1,22 @@
-"""A visit to a machine with an NVIDIA GPU: one command of about nine minutes.
+"""Measurements on a machine with an NVIDIA GPU: one command of about nine minutes.
 
-    python -m benchmarks.suite.gpu_visit prepare    before, where there is a registry of packages:
-                                                    makes .visit, which the checkout takes along
+    python -m benchmarks.suite.gpu_visit prepare    before, on a machine with a package registry:
+                                                    makes .visit, which is copied with the checkout
     OUT=folder python -m benchmarks.suite.gpu_visit                  the visit
-    OUT=folder python -m benchmarks.suite.gpu_visit again VISIT      four minutes: what the visit
-                                                    in the file VISIT did not pass, then counters
-    OUT=folder python -m benchmarks.suite.gpu_visit PART ...         parts by name
+    OUT=folder python -m benchmarks.suite.gpu_visit again VISIT      four minutes: what did not pass
+                                                    in the file VISIT, then counters
+    OUT=folder python -m benchmarks.suite.gpu_visit PART ...         only these parts
 
-Such a machine may have no registry, no make and no pytest, and little time. So each part has a
-process and a limit of its own, and what it finds is in the files of OUT at once:
+Such a machine may have no registry, no make and no pytest, and little time. So each part has its
+own process and limit, and its results are written to OUT at once:
 
-    visit.jsonl   a line per case or test, with its numbers or its traceback, as soon as it ends
-    visit.json    all rows by part, and their summary; written anew after each part
-    visit.log     what the processes print
+    visit.jsonl   a line per case or test, with its values or its traceback, as soon as it ends
+    visit.json    all rows by part, and their summary; rewritten after each part
+    visit.log     the output of the processes
 
-The first failure is looked at a second time, alone: with blocking launches, without CUDA graphs,
-and by compute-sanitizer. Time that is left repeats the standard workload.
-`bench.py --gpu-report` runs parts without tests, looks and repetition.
+The first failure is run again, alone: with blocking launches, without CUDA graphs, and by
+compute-sanitizer. Remaining time is used to repeat the standard workload. `bench.py --gpu-report`
+runs the parts without tests, reruns and repetition.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ from benchmarks.suite.gpu.records import card, commit, write
 
 FOLDER = processes.SITE.parent
 TOTAL_S, AGAIN_S = 540.0, 200.0
-"""Seconds of a visit, and of a second one. A command there may take ten minutes; both, and two
-starts of the machine, fit into fifteen."""
+"""Seconds of a visit, and of a second one. A command may take ten minutes there; both, and two
+starts of the machine, take at most fifteen."""
 LOOK_S = 40.0
-"""Seconds of each second look."""
+"""Seconds of each rerun of a failure."""
 REPEATS = 4
 ENOUGH_S = 60.0
-"""The standard workload is repeated only if so much time is left."""
+"""The standard workload is repeated only if this much time is left."""
 GRACE_S = 15.0
-"""A part of the report begins no case so many seconds before its process is ended."""
+"""A part of the report starts no case in this many seconds before its process is ended."""
 SECONDS = "SECONDS"
-"""Stands in a command for the seconds in which a part of the report may begin cases."""
+"""Placeholder in a command for the seconds in which a part of the report may start cases."""
 PACKAGES = (
     "pytest", "pytest-xdist", "pytest-timeout", "execnet", "iniconfig", "pluggy", "packaging",
     "pygments", "psutil",
@@ -64,28 +64,28 @@ LIMITS_S = {
     "stack": 120, "tokens": 60, "peaks": 30, "parity": 60, "decode attention": 60, WORKLOAD: 70,
     "decode steps": 60, f"{WORKLOAD}, fp8 KV": 50, "prefill attention": 40,
 }  # fmt: skip
-"""Parts of the report, in its order, and the seconds that each may take."""
+"""Parts of the report, in order, and the time limit of each [s]."""
 VISIT = (
     "stack", "tokens", WORKLOAD, "peaks", "decode attention", "decode steps", "example", "parity",
     "kernels", "paths", "families",
 )  # fmt: skip
-"""The parts of a visit, in the order of worth."""
+"""The parts of a visit, the most important ones first."""
 AFTER = ("counters", "prefill attention", "standard workload, fp8 KV", "llama3-8b")
-"""What a second visit has time for if nothing failed."""
+"""Parts of a second visit if nothing failed."""
 LOOKS: tuple[tuple[str, dict[str, str], tuple[str, ...]], ...] = (
     ("blocking", {"CUDA_LAUNCH_BLOCKING": "1"}, ()),
     ("eager", {}, (sys.executable, "-m", "benchmarks.suite.gpu_visit", "eager")),
     ("memcheck", {}, ("compute-sanitizer", "--tool=memcheck", sys.executable)),
 )
-"""Name, environment, and what takes the place of the interpreter in the command."""
+"""Name, environment, and what replaces the interpreter in the command."""
 
 
 class Step(NamedTuple):
     """A part: its limit in seconds and its command.
 
     Attributes:
-        every: the end of the command that runs all of it.
-        by_case: a case's name in the place of `every` runs it alone.
+        every: the end of the command that runs all cases.
+        by_case: replaces `every` and a case's name to run that case alone.
     """
 
     limit_s: float
@@ -150,7 +150,7 @@ def main(*asked: str) -> None:
 
 
 def report(file: Path, only: list[str] | None = None) -> None:
-    """`bench.py --gpu-report`: measures, prints tables, and writes `file` anew after each part.
+    """`bench.py --gpu-report`: measures, prints tables, and rewrites `file` after each part.
 
     Args:
         only: names of parts; None: all.
@@ -175,7 +175,7 @@ def report(file: Path, only: list[str] | None = None) -> None:
 
 
 class Visit:
-    """Runs parts, and keeps what they find in `file` and beside it."""
+    """Runs parts, and keeps their results in `file` and in other files of its folder."""
 
     def __init__(self, file: Path, steps: dict[str, Step], total_s: float) -> None:
         self.file, self.rows, self.log = file, file.with_suffix(".jsonl"), file.with_suffix(".log")
@@ -195,17 +195,17 @@ class Visit:
     def run(
         self, names: Iterable[str], *, look: bool = True, repeat: bool = False
     ) -> dict[str, Any]:
-        """The results of all parts by name.
+        """The results of all parts, by part.
 
         Args:
-            look: a second time at the first failure.
-            repeat: the standard workload, in the time that is left.
+            look: run the first failure again.
+            repeat: repeat the standard workload in the remaining time.
         """
         drive(
             self.in_turn(names, look, repeat), self.launch,
             total_s=self.total_s, clock=time.monotonic, save=self.save,
         )  # fmt: skip
-        try:  # Why here: these import torch, and nothing may be lost where that fails.
+        try:  # Why here: these import torch, and a failure there must not lose results.
             from benchmarks.suite.gpu.summary import format_report, summarize
             from nanoengine.version import versions
 
@@ -220,7 +220,7 @@ class Visit:
     def in_turn(
         self, names: Iterable[str], look: bool, repeat: bool
     ) -> Iterator[tuple[str, float]]:
-        """The parts in order; after the first that has failed, second looks at it."""
+        """The parts in order; after the first failed one, its reruns."""
         for name in names:
             yield name, self.steps[name].limit_s
             case = wrong_case(self.results[name])
@@ -234,7 +234,7 @@ class Visit:
             yield f"{WORKLOAD}, again {i}", self.steps[WORKLOAD].limit_s
 
     def second_looks(self, step: Step, case: str) -> Iterator[tuple[str, float]]:
-        """The case alone, if it can be run alone, in each of the ways of `LOOKS`."""
+        """The case alone, if possible, in each of the variants of `LOOKS`."""
         command = [*step.command, *((case,) if step.by_case and case else step.every)]
         for name, env, program in LOOKS:
             job = [*program, *command[1:]] if program else command
@@ -272,13 +272,13 @@ def is_bad(row: Row) -> bool:
 
 
 def is_wrong(result: dict[str, Any]) -> bool:
-    """Whether a part did not run, not to its end, or has a bad case."""
+    """Whether a part did not run, ended early, or has a bad case."""
     return "failed" in result or "skipped" in result or any(map(is_bad, result["rows"]))
 
 
 def wrong_case(result: dict[str, Any]) -> str | None:
     """The first bad case of a part; "" if the part itself crashed, or hung in its first case; None
-    if a second look would show nothing: what is at its limit after some results is only slow."""
+    if a rerun would show nothing: a part that reaches its limit after some results is only slow."""
     rows = [row for row in result["rows"] if "log" not in row]
     bad = next((row["case"] for row in rows if is_bad(row)), None)
     crashed = "exit code" in result.get("failed", "")
@@ -286,7 +286,7 @@ def wrong_case(result: dict[str, Any]) -> str | None:
 
 
 def left_by(path: Path) -> list[str]:
-    """The parts of a second visit: those of the first one that have not passed, then others."""
+    """The parts of a second visit: first the parts that have not passed in the first one."""
     parts = json.loads(path.read_text())["parts"]
     left = [name for name in VISIT[1:] if name not in parts or is_wrong(parts[name])]
     return ["stack", *left, *AFTER]
@@ -306,7 +306,7 @@ def eager(*command: str) -> None:
 
 
 def prepare() -> None:
-    """Writes the commit, and the packages that the tests need, unpacked: of the versions that are
+    """Writes the commit, and the packages that the tests need, unpacked: the versions that are
     installed here, built for Python 3.12 on Linux."""
     FOLDER.mkdir(exist_ok=True)
     (FOLDER / "commit").write_text(commit() + "\n")

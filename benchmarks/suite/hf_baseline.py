@@ -1,8 +1,8 @@
 """The baseline of `bench.py --compare hf`: transformers with static, left-padded batches.
 
-Configured as well as it can be without changing what it is: requests are
-sorted by output length so that the sequences of a batch end together, weights have the engine's
-dtype, attention is torch's SDPA, and both sides use the same threads of the same process.
+It is configured as well as static batches allow: requests are sorted by output length so that the
+sequences of a batch end together, weights have the engine's dtype, attention is torch's SDPA, and
+both use the same threads of the same process.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ class HFBaseline:
 
     @torch.inference_mode()
     def generate(self, items: SequenceOf[WorkItem], temperature: float) -> list[list[int]]:
-        """Exactly `max_tokens` ids for each item, in order; a batch runs to its longest output."""
+        """Exactly `max_tokens` ids for each item, in order; a batch runs until its longest output
+        ends."""
         outputs: list[list[int]] = [[] for _ in items]
         order = sorted(range(len(items)), key=lambda index: -items[index].max_tokens)
         for first in range(0, len(order), self.batch_size):
@@ -64,7 +65,7 @@ class HFBaseline:
 
 
 def _settings(temperature: float, length: int) -> GenerationConfig:
-    """Sampling as the engine does it here: temperature alone, no end-of-sequence token."""
+    """The same sampling as in the engine: only temperature, no EOS."""
     sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
     return GenerationConfig(
         max_new_tokens=length, pad_token_id=0, **(sampling if temperature else {"do_sample": False})
@@ -72,7 +73,7 @@ def _settings(temperature: float, length: int) -> GenerationConfig:
 
 
 class Beside:
-    """The baseline in turn with an engine: called with the work of each round."""
+    """The baseline, alternating with an engine: called with the work of each round."""
 
     def __init__(self, llm: LLM, temperature: float, batch_size: int) -> None:
         self._info, self._temperature = llm.info, temperature
@@ -91,13 +92,15 @@ class Beside:
             short = warm_up_items(items, self._info.vocab_size)
             self._model.generate(short, self._temperature)
         start = time.perf_counter()
-        outputs = self._model.generate(items, self._temperature)  # Lists: the device has finished.
+        outputs = self._model.generate(
+            items, self._temperature
+        )  # Lists, so that the device has finished.
         self.seconds.append(time.perf_counter() - start)
         if [len(output) for output in outputs] != [item.max_tokens for item in items]:
             raise NanoEngineError("the baseline gave other token counts than the workload asks for")
 
     def compare(self, measured: Measured) -> dict[str, Any]:
-        """The baseline's throughput, and how many times faster the engine is: median and spread."""
+        """The baseline's throughput, and the engine's speed relative to it: median and spread."""
         rounds = zip(self.seconds, measured.rounds, strict=True)
         ratios = [slow / fast.seconds for slow, fast in rounds]
         tokens = sizes(measured.items)["output_tokens"]
@@ -116,4 +119,4 @@ LINES = """\
 transformers    {output_tokens_per_s:,.1f} output tok/s in static batches of {batch_size}; in turn
 nanoengine is   {speedup_median:.2f} times as fast (median; {speedup_min:.2f} to {speedup_max:.2f})
 """
-"""What the report shows of the comparison."""
+"""The report's lines about the comparison."""

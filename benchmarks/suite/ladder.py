@@ -1,14 +1,14 @@
-"""`bench.py --compare small`: what each room of the large engine buys, rung by rung.
+"""`bench.py --compare small`: the gain of each package of the large engine, in steps called rungs.
 
-    small            nanoengine/small/ as it stands, in plain torch
-    + runner         its scheduler drives the large ModelRunner: row buffers, one batch, one sampler
-    + scheduler      the large engine, without kernels, admitting whoever fits now
+    small            nanoengine/small/ unchanged, in plain torch
+    + runner         its scheduler with the large ModelRunner: input batch, one sampler
+    + scheduler      the large engine, without kernels, which admits all sequences that fit now
     + kernels        linear layers, norms and attention by the CPU kernels
-    + admission      as it comes: predictive admission
-    + int8           weights in int8: other numbers, so other tokens may be drawn
+    + admission      the default: predictive admission
+    + int8           weights in int8, which may change the tokens
 
-All rungs run the same work in turn, with the same limits and in float32. The pool holds half of
-what the requests need at their ends, so that admission has something to decide.
+All rungs run the same work, alternating, with the same limits and in float32. The pool has half of
+the blocks that the requests need at their ends, so that admission has an effect.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ if TYPE_CHECKING:
 BLOCK_SIZE = 16
 PLAIN = {"attention_backend": "naive", "admission": "watermark"}
 Generate = Callable[[SequenceOf[WorkItem], float], list[int]]
-"""Runs items at a temperature; the number of tokens that each has got."""
+"""Runs items with a temperature; returns the number of tokens of each."""
 
 
 def run(config: EngineConfig, options: WorkOptions) -> dict[str, Any]:
-    """Runs the rungs round by round in turn and returns the report as plain data.
+    """Runs the rungs in alternating rounds and returns the report as plain data.
 
     Args:
-        config: of a checkpoint that the small engine reads; of the rest it has no use but for
-            `seed` and `max_num_seqs`.
+        config: a checkpoint that the small engine supports; otherwise only `seed` and
+            `max_num_seqs` are used.
     """
     model, drawn = config.model, throughput.drawn_items(options, config)
     with LLM(model, skip_tokenizer_init=True, device="cpu", kv_cache_gib=0.1) as llm:
@@ -71,7 +71,7 @@ def run(config: EngineConfig, options: WorkOptions) -> dict[str, Any]:
             "+ int8": stack.enter_context(_large(model, limits, quantization="int8")),
         }
         for number in range(-1, options.rounds):  # the first warms up
-            work = workload.shifted(items, number, vocab_size)
+            work = workload.shift_ids(items, number, vocab_size)
             for name, generate in rungs.items():
                 start = time.perf_counter()
                 got = generate(work, options.temperature)
@@ -93,7 +93,7 @@ def run(config: EngineConfig, options: WorkOptions) -> dict[str, Any]:
 def _small(
     model: str, limits: dict[str, int], max_model_len: int, *, runner: dict[str, Any] | None
 ) -> Iterator[Generate]:
-    """The small engine, on its own runner or on the large one of these options."""
+    """The small engine, with its own runner or with the large one."""
     with ExitStack() as stack:
         executor: Executor
         if runner is None:

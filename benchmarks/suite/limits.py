@@ -1,7 +1,7 @@
-"""What a run reached of what the hardware could do: the lines that `bench.py` adds to the report.
+"""A run compared with the limits of the hardware: the lines that `bench.py` adds to the report.
 
-Bytes and FLOPs of each step follow from the model's sizes (`cost.py`); what the device reads and
-multiplies a second is measured in the same run (`peak.py`).
+Bytes and FLOPs of each step follow from the model's sizes (`cost.py`); the peak rates of the device
+are measured in the same run (`peak.py`).
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ SIZES = (
 
 
 def with_limits(measured: Measured, llm: LLM) -> dict[str, Any]:
-    """The report, and what its median round reached; without the latter where the measurement of
-    the device's peaks finds no memory, which the KV cache may have left on a small GPU."""
+    """The report, and the limits of its median round; without the latter if the measurement of the
+    peaks runs out of memory, for example on a small GPU with a large KV cache."""
     try:
         cost, peaks = limits(llm.config, llm.info)
     except torch.OutOfMemoryError:
@@ -42,7 +42,7 @@ def with_limits(measured: Measured, llm: LLM) -> dict[str, Any]:
 
 
 def limits(config: EngineConfig, info: EngineInfo) -> tuple[ModelCost, Peaks]:
-    """What the model's steps must cost, and what this device was measured to reach, now."""
+    """The cost of the model's steps, and the peaks of this device, measured now."""
     device, dtype = torch.device(info.device), getattr(torch, info.dtype)
     whole = (info.quantization or "").endswith("int8 activations") and device.type == "cpu"
     peaks = peak.measure_peaks(device, dtype, products="int8" if whole else None)
@@ -67,7 +67,7 @@ def model_cost(
 
 
 def reached(measured: Round, cost: ModelCost, peaks: Peaks) -> dict[str, Any]:
-    """Bytes and FLOPs a second of a round, as shares of the peaks, and its roofline."""
+    """Bytes and FLOPs per second of a round, as shares of the peaks, and its roofline."""
     flops, nbytes = cost.run(measured.records)
     gbs, gflops = nbytes / measured.seconds / 1e9, flops / measured.seconds / 1e9
     tokens = sum(len(output.outputs[0].token_ids) for output in measured.outputs)
@@ -86,10 +86,10 @@ def reached(measured: Round, cost: ModelCost, peaks: Peaks) -> dict[str, Any]:
 def least_time(
     records: SequenceOf[StepRecord], cost: ModelCost, peaks: Peaks, output_tokens: int
 ) -> dict[str, float]:
-    """The least time in which the measured peaks allow these very steps: a step takes as long as
-    its bytes, or as its products, whichever is longer. Source: the roofline model.
+    """The shortest time that the measured peaks allow for these steps: a step takes the time of its
+    bytes or of its products, whichever is longer. Source: the roofline model.
 
-    `memory_frac` is the share of that time in which bytes are what takes it.
+    `memory_frac` is the share of that time in steps limited by bytes.
     """
     seconds = memory_s = 0.0
     for record in records:

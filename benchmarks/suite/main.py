@@ -1,6 +1,7 @@
-"""`python bench.py`: a workload beside what the hardware could do, or one of the larger questions.
+"""`python bench.py`: a workload compared with the hardware's limits, or one of the larger
+questions.
 
-Only the file of the question that was asked is imported.
+Only the file of the requested question is imported.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ DEMO = "demo"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measures and prints; returns the exit status: 2 for an error that has an explanation."""
+    """Measures and prints; returns the exit status: 2 for an explained error."""
     asked, given = options.parse(argv)
     try:
         if asked.gpu_report:
@@ -74,8 +75,8 @@ def run(asked: argparse.Namespace, given: dict[str, Any]) -> None:
 
 
 def work_options(asked: argparse.Namespace, given: dict[str, Any]) -> WorkOptions:
-    """What is run. Tokens are compared by `--ablate`, so it is greedy; and what is compared takes
-    three rounds unless it is said."""
+    """The work. It is greedy for `--ablate`, which compares tokens; comparisons run three rounds
+    unless given."""
     default = {"temperature": 0.0} if asked.ablate else {}
     if asked.ablate or asked.compare:
         default["rounds"] = 3
@@ -84,7 +85,7 @@ def work_options(asked: argparse.Namespace, given: dict[str, Any]) -> WorkOption
 
 
 def engine_config(asked: argparse.Namespace, given: dict[str, Any], scratch: Path) -> EngineConfig:
-    """The engine's part of the options, with the model found; a shape is written into `scratch`."""
+    """The engine's options, with the model found; a shape is written into `scratch`."""
     names = {one.name for one in fields(EngineConfig)}
     settings = {"model": DEMO, "skip_tokenizer_init": True}
     config = EngineConfig(**settings | {n: value for n, value in given.items() if n in names})
@@ -112,7 +113,7 @@ def engine_config(asked: argparse.Namespace, given: dict[str, Any], scratch: Pat
 
 
 def leave_room(config: EngineConfig) -> None:
-    """Raises ConfigError where the engine would take the memory that a second model needs."""
+    """Raises ConfigError if the engine would use the memory that a second model needs."""
     sizes = (config.num_kv_blocks, config.kv_cache_gib, config.memory_fraction)
     if config.device != "cpu" and {*sizes, config.gpu_memory_utilization} == {None}:
         import torch
@@ -126,7 +127,7 @@ def leave_room(config: EngineConfig) -> None:
 def answer(
     asked: argparse.Namespace, name: str, work: WorkOptions, config: EngineConfig
 ) -> tuple[dict[str, Any], str]:
-    """The report that the options ask for, as plain data and as text."""
+    """The requested report, as plain data and as text."""
     about = {"model": name, "dataset": work.dataset}
     if asked.ablate:
         from benchmarks.suite import ablate
@@ -153,15 +154,15 @@ def answer(
     from nanoengine.bench import throughput
 
     with open_llm(config) as llm:
-        beside = None
+        also_run = None
         if asked.compare == "hf":
             from benchmarks.suite import hf_baseline
 
-            beside = hf_baseline.Beside(llm, work.temperature, asked.compare_batch_size)
-        measured = throughput.measure(llm, name, work, beside)
+            also_run = hf_baseline.Beside(llm, work.temperature, asked.compare_batch_size)
+        measured = throughput.measure(llm, name, work, also_run)
         report = limits.with_limits(measured, llm)
     text = limits.format_limits(report)
-    if beside is not None:
-        report["baseline"] = beside.compare(measured)
+    if also_run is not None:
+        report["baseline"] = also_run.compare(measured)
         text += hf_baseline.LINES.format(**report["baseline"])
     return report, throughput.format_report(report, text)

@@ -70,7 +70,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def add_fields(parser: Any, options_class: type) -> None:
-    """An option for each field that a command line can give."""
+    """One option per field that a command line can give."""
     told, hints = field_docs(options_class), get_type_hints(options_class)
     for one in fields(options_class):
         kinds = _kinds(hints[one.name])
@@ -90,7 +90,7 @@ def _kinds(hint: Any) -> tuple[Any, ...]:
 
 
 def value_of(word: str) -> Any:
-    """A number, a truth, None, or the word itself; whether it fits is for the class to say.
+    """A number, a bool, None, or the word itself; the class checks it.
 
     >>> [value_of(word) for word in ("4", "0.5", "true", "None", "int8")]
     [4, 0.5, True, None, 'int8']
@@ -107,10 +107,10 @@ def value_of(word: str) -> Any:
 
 
 def parse(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, dict[str, Any]]:
-    """What was asked, and the options of workload and engine that were given.
+    """The parsed question, and the given options of workload and engine.
 
     Raises:
-        SystemExit: an option is unknown, or can't be read, which was printed; or help was.
+        SystemExit: an option is unknown or invalid, which was printed; or help was printed.
     """
     asked = make_parser().parse_args(argv)
     names = {one.name for cls in (WorkOptions, EngineConfig) for one in fields(cls)}

@@ -1,10 +1,10 @@
-"""Measures what this machine reaches at best: memory bandwidth, and products of numbers.
+"""Measures the peaks of this machine: memory bandwidth, and FLOP/s of products.
 
-A throughput says little without what the hardware could do, and a data sheet knows neither the
+A throughput says little without the limits of the hardware, and a data sheet knows neither the
 machine's other users nor its memory channels. So the benchmark measures both in the same run: on a
-GPU by torch, on a CPU by kernels in the instructions that the engine's own are written in
-(`cpu_peak.py`). Why not torch there: its library may keep to narrower instructions than the
-CPU has, and engines then pass "the limit".
+GPU by torch, on a CPU by kernels with the instructions of the engine's kernels (`cpu_peak.py`). Why
+not torch there: its library may use narrower instructions than the CPU has, and engines would then
+exceed "the limit".
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from dataclasses import dataclass
 import torch
 
 BUFFER_BYTES = 512 * 2**20
-"""Read for the bandwidth: many times a last-level cache (H200: 50 MiB, Zen 3: 32 MiB a chiplet)."""
+"""Bytes to read: many times a last-level cache (H200: 50 MiB, Zen 3: 32 MiB per chiplet)."""
 
 GEMM_SIZE = 8192
-"""Side of the square matrices: enough work to fill a GPU, yet only milliseconds of it."""
+"""Side of the square matrices: enough work to fill a GPU, in a few milliseconds."""
 
 TURNS = 2**20
-"""Turns of a multiplying kernel, a few milliseconds: long beside the waking of a thread."""
+"""Iterations of a compute kernel: a few milliseconds, long compared with waking a thread."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peaks:
-    """What the device reached: 1e9 bytes/s, and 1e9 FLOP/s with operands of `dtype`; `by` says with
-    what."""
+    """The peaks of the device: 1e9 bytes/s, and 1e9 FLOP/s with operands of `dtype`; `by` names the
+    implementation."""
 
     read_gbs: float
     gemm_gflops: float
@@ -38,8 +38,8 @@ class Peaks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CPUPeaks:
-    """What all threads reached: 1e9 bytes/s, and 1e9 multiplications and additions a second with
-    operands of each kind that the instruction set `isa` multiplies."""
+    """The peaks of all threads: 1e9 bytes/s, and 1e9 multiplications and additions per second with
+    operands of each dtype that the instruction set `isa` supports."""
 
     isa: str
     threads: int
@@ -61,8 +61,8 @@ def measure_peaks(
     Why the fastest: other processes can only slow a repetition down.
 
     Args:
-        products: "int8" where weights and activations are multiplied as such, on a CPU; None: as
-            `dtype`. A CPU that has no products of a kind is held to those of float32.
+        products: "int8" if weights and activations are multiplied in int8, on a CPU; None: as
+            `dtype`. A CPU without such instructions is measured in float32.
         buffer_bytes: must be far larger than the caches.
         gemm_size: side of the matrices, on a GPU.
     """
@@ -89,8 +89,8 @@ def measure_cpu_peaks(
     """Measures reading, and the products of each kind, for about `seconds` each.
 
     Args:
-        kinds: of "float32", "float64", "bfloat16", "int8"; those that the CPU lacks become float32.
-            None: all that it has but float64.
+        kinds: of "float32", "float64", "bfloat16", "int8"; unsupported ones become float32. None:
+            all supported ones except float64.
     """
     import numpy as np
 
@@ -120,8 +120,8 @@ def measure_cpu_peaks(
 def _bandwidth(device: torch.device, buffer_bytes: int, seconds: float) -> float:
     """Bytes/s: the better of summing a buffer and of copying one half onto the other.
 
-    A sum only reads; a copy reads and writes each byte once. Which of the two gets nearer to the
-    hardware differs between devices.
+    A sum only reads; a copy reads and writes each byte once. Devices differ in which one is closer
+    to the peak.
     """
     target, source = torch.ones(2, buffer_bytes // 8, dtype=torch.float32, device=device)
     sum_s = _fastest(source.sum, device, seconds / 2)
@@ -130,9 +130,9 @@ def _bandwidth(device: torch.device, buffer_bytes: int, seconds: float) -> float
 
 
 def _gemm_rate(device: torch.device, dtype: torch.dtype, size: int, seconds: float) -> float:
-    """FLOP/s of a product of two square matrices of random numbers.
+    """FLOP/s of a product of two square matrices of random values.
 
-    Why random: bits that never change draw less power, so a GPU holds clocks that no model sees.
+    Why random: constant bits draw less power, so a GPU would keep clocks that no model reaches.
     """
     a, b = torch.empty(2, size, size, dtype=dtype, device=device).normal_()
     out = torch.empty_like(a)
@@ -140,7 +140,7 @@ def _gemm_rate(device: torch.device, dtype: torch.dtype, size: int, seconds: flo
 
 
 def _fastest(work: Callable[[], object], device: torch.device, seconds: float) -> float:
-    """Shortest wall time of one call, in seconds, after one call that warms up."""
+    """Shortest wall time of one call, in seconds, after one warm-up call."""
     work()
     _synchronize(device)
     fastest, count = float("inf"), 0

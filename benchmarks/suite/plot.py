@@ -1,9 +1,9 @@
-"""Draws reports of the benchmark, several of a kind side by side.
+"""Draws reports of the benchmark; several reports of one kind are compared.
 
     python -m benchmarks.suite.plot REPORT.json ... --out DIRECTORY
 
-What a report holds decides which figures there are (`figures.py`); each is written as SVG for pages
-and as PNG for everything else. `bench.py --plot DIR` draws its own report the same way.
+The content of a report determines its figures (`figures.py`); each is written as SVG and PNG.
+`bench.py --plot DIR` draws its own report in the same way.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from typing import Any
 from nanoengine.errors import ConfigError, MissingDependencyError, NanoEngineError
 
 METADATA = {"svg": {"Date": None}}
-"""Of the files. Why no date: the same numbers are the same file."""
+"""Metadata of the files. Why no date: the same values give the same file."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Draws, and prints the files that it wrote; returns the exit status."""
+    """Draws, and prints the names of the written files; returns the exit status."""
     parser = argparse.ArgumentParser("plot", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("reports", type=Path, nargs="+", help="files that --json has written")
     parser.add_argument("--out", type=Path, default=Path("plots"), help="the figures' directory")
@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def require_matplotlib() -> None:
-    """Raises MissingDependencyError where matplotlib is missing."""
+    """Raises MissingDependencyError if matplotlib is missing."""
     if importlib.util.find_spec("matplotlib") is None:
         raise MissingDependencyError("figures need matplotlib: pip install -e '.[plot]'")
 
@@ -47,7 +47,7 @@ def read(path: Path) -> dict[str, Any]:
     """A report of the benchmark.
 
     Raises:
-        ConfigError: the file is none.
+        ConfigError: the file is not a report.
     """
     try:
         report = json_module.loads(path.read_text(encoding="utf-8"))
@@ -59,7 +59,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def draw(reports: Sequence[tuple[str, dict[str, Any]]], directory: Path) -> None:
-    """Writes each figure that named reports allow, and prints where."""
+    """Writes each figure that the reports allow, and prints its path."""
     from benchmarks.suite import figures
 
     drawn = figures.all_of(reports)

@@ -1,7 +1,7 @@
-"""The roofline of an offline run: how fast a machine could serve a list of requests at best.
+"""The roofline of an offline run: the shortest time in which a machine could serve some requests.
 
-All requests start together, prompts first; then comes one decode step for each further token of the
-longest output. `roofline` is for the GPU report, with the losses that a real engine has:
+All requests start together, prompts first; then there is one decode step per further token of the
+longest output. `roofline` is for the GPU report, and includes the losses of a real engine:
 
     seconds = prefill FLOPs / rate
             + sum over decode steps of   max(weights / bandwidth, their FLOPs / rate)
@@ -9,12 +9,13 @@ longest output. `roofline` is for the GPU report, with the losses that a real en
                                        + logits, written and read once / bandwidth
                                        + a fixed cost
 
-A step of many sequences is bound by the FLOPs of its weights, one of few by their bytes; attention
-reads bytes in either case. Prefill is taken as bound by FLOPs alone, those of all rows in every
-layer, the last one too. `ideal_seconds` is for the comparison of engines on a CPU: each step takes
-the larger of all its FLOPs and all its bytes, and a shared prefix is computed and read once.
+A step with many sequences is bound by the FLOPs of its weights, a step with few by their bytes;
+attention is bound by bytes in either case. Prefill is assumed to be bound by FLOPs alone, for all
+rows in every layer, including the last one. `ideal_seconds` is for the comparison of engines on a
+CPU: each step takes the larger of all its FLOPs and all its bytes, and a shared prefix is computed
+and read once.
 
-Pure arithmetic on a `ModelCost`: it knows neither an engine nor a machine.
+Pure arithmetic on a `ModelCost`, independent of engines and machines.
 
 Source: the roofline model (Williams, Waterman and Patterson, 2009).
 """
@@ -34,8 +35,8 @@ from nanoengine.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Card:
-    """What a GPU, or a CPU, can do: bytes/s of memory, FLOP/s of matrix products. In
-    `ideal_seconds` attention may have a rate of its own."""
+    """The peaks of a GPU or a CPU: bytes/s of memory, FLOP/s of matrix products. `ideal_seconds`
+    may use a separate rate for attention."""
 
     bytes_per_s: float
     flops_per_s: float
@@ -43,17 +44,17 @@ class Card:
 
 
 H200_MEASURABLE = Card(bytes_per_s=4.3e12, flops_per_s=790e12)
-"""What one H200 may be expected to show in a copy and in a bf16 GEMM; assumed, not measured."""
+"""Expected values of an H200 in a copy and in a bf16 GEMM; assumed, not measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Losses:
-    """How far a real engine stays from the card; the defaults are an ideal one.
+    """The losses of a real engine; the defaults are an ideal engine.
 
     Attributes:
         memory_frac: share of the bandwidth that reading KV and logits reaches.
         gemm_frac: share of both rates that matrix products reach.
-        step_s: fixed cost of a step in seconds: the host's gap and launches.
+        step_s: fixed cost of a step in seconds: launches and gaps between steps.
     """
 
     memory_frac: float = 1.0
@@ -95,8 +96,8 @@ def roofline(
     """The ideal run of requests of (prompt, output) tokens, all resident at once.
 
     Args:
-        cost: of a dense model with full attention.
-        kv_element_bytes: bytes of a key or value entry; None: those of a weight.
+        cost: cost of a dense model with full attention.
+        kv_element_bytes: bytes of a key or value entry; None: the bytes of a weight.
 
     Raises:
         ConfigError: the model has experts or windows, or there is nothing to run.
@@ -167,7 +168,7 @@ def decode_step(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Formats:
-    """Bits of a stored number, scales included: layer weights, the head's weights, cached KV."""
+    """Bits per stored value, including scales: layer weights, the head's weights, cached KV."""
 
     body_bits: float = 32
     head_bits: float = 32
@@ -179,17 +180,18 @@ def ideal_seconds(
 ) -> float:
     """Seconds of a whole workload on an ideal engine.
 
-    It multiplies by the vocabulary matrix only where a token is sampled, and overlaps perfectly.
-    Weights are read once a step, cached keys and values once a step and sequence. Norms,
-    activations and look-ups are left out: they only make the reached share lower.
+    It computes logits only where a token is sampled, and overlaps perfectly. Weights are read once
+    per step, cached keys and values once per step and sequence. Norms, activations and lookups are
+    excluded: they only make the reached share lower.
 
     Args:
-        cost: of a dense model with full attention.
+        cost: cost of a dense model with full attention.
     """
     prefix = shared_prefix(requests)
     own = [len(ids) - prefix for ids, _ in requests]
     new = prefix + sum(own)
-    # Why: a causal token attends to itself and all before it, so a prompt of n has n (n + 1) / 2.
+    # Why: a causal token attends to itself and all earlier ones: n (n + 1) / 2 pairs for a prompt
+    # of n.
     pairs = prefix * (prefix + 1) / 2 + sum(n * prefix + n * (n + 1) / 2 for n in own)
     seconds = _step(cost, card, formats, new, len(requests), pairs, new)
     for made in range(1, max(length for _, length in requests)):

@@ -1,4 +1,4 @@
-"""Models by size. Random weights measure speed as well as trained ones."""
+"""Models by size. Random weights are as fast as trained ones."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def write_shape(name: str, directory: Path) -> None:
-    """Writes the config.json of a shape: all that `load_format="dummy"` reads."""
+    """Writes the config.json of a shape; `load_format="dummy"` reads nothing else."""
     config = {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",

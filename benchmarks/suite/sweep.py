@@ -1,10 +1,10 @@
-"""`bench.py --sweep` and `--rate`: the same work under other settings, or under another load.
+"""`bench.py --sweep` and `--rate`: the same work with other settings, or with another load.
 
-    --sweep NAME=V,V,...   an engine for each value, all requests at once: tok/s beside the roofline
-    --rate R R ...         one engine, requests arrive by chance: how long each waits
-    pool_waste             the simulator over pools of several sizes: work done twice
+    --sweep NAME=V,V,...   one engine per value, all requests at once: tok/s and the roofline
+    --rate R R ...         one engine, requests arrive randomly: latencies
+    pool_waste             the simulator with pools of several sizes: recomputed work
 
-`figures.py` draws what it returns.
+`figures.py` draws the results.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from benchmarks.suite.options import value_of
 from nanoengine.bench import throughput
 from nanoengine.bench.simulator import make_scheduler, simulate
 from nanoengine.bench.throughput import drawn_items, params_of, timed_round, warm_up
-from nanoengine.bench.workload import WorkItem, WorkOptions, fit, shifted
+from nanoengine.bench.workload import WorkItem, WorkOptions, fit, shift_ids
 from nanoengine.core.policies import make_policy
 from nanoengine.errors import ConfigError
 from nanoengine.observe.metrics import Metrics, percentiles, summarize
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from nanoengine.llm import LLM
 
 POOL_SHARES = (0.1, 0.15, 0.2, 0.3, 0.45, 0.7, 1.0)
-"""Pools that are simulated, as shares of what all requests hold at their ends."""
+"""Sizes of simulated pools, relative to the blocks that all requests need at their ends."""
 POLICIES = ("watermark", "predictive")
 
 
@@ -40,10 +40,10 @@ def parse(text: str) -> tuple[str, list[Any]]:
     """`max_num_seqs=1,2,4` as name and values.
 
     Raises:
-        ConfigError: it has another form, or no option of the engine has this name.
+        ConfigError: the text is invalid, or the engine has no option with this name.
 
-    >>> parse("max_num_seqs=1,2"), parse("admission=watermark,predictive")
-    (('max_num_seqs', [1, 2]), ('admission', ['watermark', 'predictive']))
+        >>> parse("max_num_seqs=1,2"), parse("admission=watermark,predictive")
+        (('max_num_seqs', [1, 2]), ('admission', ['watermark', 'predictive']))
     """
     name, _, values = text.partition("=")
     name = name.replace("-", "_")
@@ -73,7 +73,7 @@ def run(config: EngineConfig, options: WorkOptions, asked: tuple[str, list[Any]]
             llm.engine.observers.append(metrics)
             cost, peaks = limits(changed, info)
             timed = [
-                timed_round(llm, metrics, shifted(items, n, info.vocab_size), options.temperature)
+                timed_round(llm, metrics, shift_ids(items, n, info.vocab_size), options.temperature)
                 for n in range(options.rounds)
             ]
         if not report["points"]:
@@ -93,7 +93,7 @@ def run(config: EngineConfig, options: WorkOptions, asked: tuple[str, list[Any]]
 
 
 def distribution(values: SequenceOf[float]) -> list[float]:
-    """101 numbers, the percentiles 0 to 100: enough to draw, however many values there were."""
+    """101 values, the percentiles 0 to 100: enough to draw any number of values."""
     return list(percentiles(values, ranks=tuple(range(101))).values())
 
 
@@ -103,7 +103,7 @@ def distribution(values: SequenceOf[float]) -> list[float]:
 def run_rates(
     config: EngineConfig, options: WorkOptions, rates: SequenceOf[float]
 ) -> dict[str, Any]:
-    """Lets the work arrive at each rate [requests/s], and returns the report as plain data.
+    """Runs the work with each arrival rate [requests/s], and returns the report as plain data.
 
     Raises:
         ConfigError: a rate is not above 0.
@@ -118,14 +118,14 @@ def run_rates(
         warm_up(llm, items, options.temperature)
         report = {**throughput.heading(info.device), "notes": notes, **throughput.sizes(items)}
         report["rates"] = [
-            _run_rate(llm, shifted(items, n, info.vocab_size), rate, options.temperature)
+            _run_rate(llm, shift_ids(items, n, info.vocab_size), rate, options.temperature)
             for n, rate in enumerate(rates)
         ]
     return report
 
 
 def arrivals(count: int, rate: float, seed: int) -> list[float]:
-    """Seconds at which requests arrive: gaps are exponential, so that arrivals have no memory.
+    """Arrival times of requests [s]: gaps are exponential, so arrivals are a Poisson process.
 
     >>> [round(second, 2) for second in arrivals(3, 10.0, 0)]
     [0.19, 0.33, 0.38]
@@ -137,10 +137,10 @@ def arrivals(count: int, rate: float, seed: int) -> list[float]:
 def _run_rate(
     llm: LLM, items: SequenceOf[WorkItem], rate: float, temperature: float
 ) -> dict[str, Any]:
-    """One run under arrivals.
+    """One run with arrivals.
 
-    A request's wait counts from the moment at which it was due. Why: one that arrives while a long
-    step runs is queued only after that step, and its wait began before.
+    The latency of a request counts from its scheduled arrival. Why: a request that arrives during a
+    long step is only queued after that step.
     """
     engine, metrics = llm.engine, Metrics()
     engine.observers.append(metrics)
@@ -175,7 +175,7 @@ def _run_rate(
 
 
 def pool_waste(items: SequenceOf[WorkItem], block_size: int = 16) -> list[dict[str, Any]]:
-    """What pools of several sizes make of the work, by the simulator."""
+    """Recomputed work with pools of several sizes, from the simulator."""
     needed = [-(-(len(item.prompt_token_ids) + item.max_tokens) // block_size) for item in items]
     sizes = sorted({max(1 + int(sum(needed) * share), 2 + max(needed)) for share in POOL_SHARES})
     found = []
@@ -245,5 +245,5 @@ def _head(report: dict[str, Any]) -> list[str]:
 
 
 def _ms(values: SequenceOf[float], rank: int) -> str:
-    """A percentile of a distribution in milliseconds; empty where there are no values."""
+    """A percentile of a distribution in milliseconds; empty if there are no values."""
     return f"{1e3 * values[rank]:,.1f}" if values else ""

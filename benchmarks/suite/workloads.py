@@ -1,15 +1,15 @@
-"""What every engine is given that is compared on a CPU: token ids, and exact output lengths.
+"""The workloads of all engines that are compared on a CPU: token ids, and exact output lengths.
 
     W1  32 requests, prompts of 64 to 256 tokens, outputs of 32 to 128
     W2  32 requests that share a prefix of 512 tokens, 32 own tokens, 32 out
     W3  one stream: prompt 128, output 128
     Bn  n requests of 64 tokens in and 64 out, 32 out from 128 requests on
     Tn  one prompt of n tokens to its first token
-    G   4 short prompts, 8 tokens each: float32 peers must give the same greedy ids
+    G   4 short prompts, 8 tokens each: float32 peers must have the same greedy ids
 
-`scale` takes the first part of the requests of W1 and W2, and of the output of W3 and Bn. Lengths
-never depend on the seed, so that every round does the same work on other tokens. Standard library
-only: this runs in the environment of every peer.
+`scale` selects the first part of the requests of W1 and W2, and of the output of W3 and Bn. Lengths
+never depend on the seed, so that every round does the same work with other tokens. Standard library
+only: this also runs in the environments of the peers.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def is_workload(name: str) -> bool:
 
 
 def requests_of(name: str, *, vocab_size: int, seed: int = 0, scale: float = 1.0) -> list[WorkItem]:
-    """The requests of a workload; ids stay below 4,000, clear of special tokens.
+    """The requests of a workload; ids are below 4,000, so that there are no special tokens.
 
     >>> work = requests_of("W3", vocab_size=4096)
     >>> [(len(prompt), output) for prompt, output in work]
@@ -67,14 +67,14 @@ def requests_of(name: str, *, vocab_size: int, seed: int = 0, scale: float = 1.0
 
 
 def warm_up(vocab_size: int) -> list[WorkItem]:
-    """A few short requests with ids of their own, so that no timed prompt finds their prefixes."""
+    """A few short requests with other ids, so that timed prompts have no prefix cache hits."""
     draw, top = random.Random("warm-up"), min(vocab_size, 4096) - 96
     sizes = (24, 32, 40)
     return [WorkItem([draw.randrange(top) for _ in range(size)], 6) for size in sizes]
 
 
 def shared_prefix(requests: Sequence[WorkItem]) -> int:
-    """How many first tokens all prompts share, leaving each at least one of its own."""
+    """The number of first tokens that all prompts share; at least one token of each is its own."""
     if len(requests) < 2:
         return 0
     columns = zip(*(ids[:-1] for ids, _ in requests), strict=False)

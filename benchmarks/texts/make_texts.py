@@ -1,11 +1,11 @@
-"""Makes recorded.json, the texts that `benchmarks/speculative.py` replays, from this history.
+"""Makes recorded.json, the texts that `benchmarks/speculative.py` replays, from this repository.
 
-    edits  lines of code as they were before a commit, then as they are since
-    json   a function's source and the fields to extract, then these as a JSON object
-    prose  the beginning of a page of docs/, then how it goes on
+    edits  input: lines of code before a commit; output: after it
+    json   input: a function's source and the fields to extract; output: the fields as JSON
+    prose  input: the beginning of a page of docs/; output: its continuation
 
-`python benchmarks/texts/make_texts.py` in a clone with all its history writes the same file each
-time. Only texts are recorded: `speculative.py` cuts them into tokens.
+`python benchmarks/texts/make_texts.py` in a clone with the complete history always writes the same
+file. Only texts are recorded: `speculative.py` splits them into tokens.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ EDITS = (
     ("f0983d9", "nanoengine/layers/packed.py"),
     ("24875f1", "nanoengine/core/scheduler.py"),
 )
-"""Ten commits that chance drew: a file's first change, with 25 lines before and behind it."""
+"""Ten random commits: the first change of a file, with 25 lines before and after it."""
 AT = "2fab99d"
 FUNCTIONS_OF = (
     "nanoengine/core/block_manager.py",
@@ -44,18 +44,18 @@ PAGES = ("docs/overlap.md", "docs/quantization.md", "docs/kv_tiers.md", "docs/gp
 
 
 def run_git(*arguments: str) -> str:
-    """What git prints."""
+    """Output of git."""
     done = subprocess.run(["git", *arguments], capture_output=True, text=True, check=True)
     return done.stdout
 
 
 def stored(commit: str, path: str) -> str:
-    """A file as a commit has it."""
+    """A file in a commit."""
     return run_git("show", f"{commit}:{path}")
 
 
 def edits() -> list[dict[str, str]]:
-    """Old lines in, new lines out."""
+    """Input: old lines; output: new lines."""
     found = []
     for commit, path in EDITS:
         change = run_git("diff", "-U25", f"{commit}^", commit, "--", path)
@@ -67,7 +67,7 @@ def edits() -> list[dict[str, str]]:
 
 
 def extractions() -> list[dict[str, str]]:
-    """Three functions of each file: source in, fields out."""
+    """Three functions per file. Input: source; output: fields."""
     found = []
     for path in FUNCTIONS_OF:
         source = stored(AT, path)
@@ -101,7 +101,7 @@ def extractions() -> list[dict[str, str]]:
 
 
 def prose() -> list[dict[str, str]]:
-    """How a page begins, and how it goes on; tables and code are left out."""
+    """The beginning of a page, and its continuation; without tables and code."""
     found = []
     for path in PAGES:
         parts = stored(AT, path).split("\n\n")

@@ -6,7 +6,7 @@
 
     vllm.sampling_params.SamplingParams   "names" of vllm.json    as_vllm/params.py
     vllm.lora.request.LoRARequest         "absent"                a class that raises when used
-    vllm.unheard.of                       not listed              ImportError
+    vllm.unknown.module                   not listed              ImportError
 
 vLLM has moved names between modules, so each module here provides all of them, and programs for any
 vLLM version find their imports. The rest of nanoengine does not import this package. Importing it
@@ -52,10 +52,10 @@ def install() -> None:
         return
     for top in ("vllm", "nanovllm"):
         if top in sys.modules:
-            raise ConfigError(f"{top} is imported already: call install() before anything does")
+            raise ConfigError(f"{top} is imported already: call install() before the first import")
     sys.meta_path.insert(0, Finder())
     sys.path.insert(0, PATH)
-    about = f"nanoengine {__version__} answers for vllm {VERSION}: docs/moving_from_vllm.md"
+    about = f"nanoengine {__version__} provides the API of vllm {VERSION}: docs/moving_from_vllm.md"
     print(about, file=sys.stderr)
 
 
@@ -72,7 +72,7 @@ def run(arguments: Sequence[str]) -> None:
     if not words or words[0] in ("-h", "--help"):
         raise SystemExit(USAGE)
     if not is_module and not Path(words[0]).is_file():
-        raise SystemExit(f"no program {words[0]!r}: give a file, or -m and a module")
+        raise SystemExit(f"there is no file {words[0]!r}: give a program file, or -m and a module")
     install()
     paths = [PATH, *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
@@ -94,19 +94,19 @@ class Finder:
         if name not in TABLES["modules"]:
             # Why without `name=`: `from vllm import unknown` would replace the message.
             raise ModuleNotFoundError(
-                f"nanoengine answers for vLLM's offline API, and has no {name!r}; {_near(name)}"
+                f"nanoengine provides vLLM's offline API, and has no {name!r}; {_near(name)}"
             )
         return ModuleSpec(name, self, is_package=True)  # type: ignore[arg-type]
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         """A module that looks up its names at access."""
-        return Stand(spec.name)
+        return ModuleShim(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
         """Does nothing."""
 
 
-class Stand(ModuleType):
+class ModuleShim(ModuleType):
     """One of vLLM's modules."""
 
     def __getattr__(self, name: str) -> Any:
@@ -123,7 +123,7 @@ class Stand(ModuleType):
         why = next((why for why, names in TABLES["absent"].items() if name in names), None)
         if why is None or is_nano:
             raise AttributeError(f"{self.__name__} has no {name!r} in nanoengine; {_near(name)}")
-        setattr(self, name, absent(name, why))
+        setattr(self, name, unsupported(name, why))
         return getattr(self, name)
 
 
@@ -133,23 +133,23 @@ def _near(name: str) -> str:
     return hint if hint.startswith("did you mean") else "see docs/moving_from_vllm.md"
 
 
-class Absent(type):
+class Unsupported(type):
     """A vLLM name without a meaning here: a class, for annotations and `isinstance`."""
 
     why: str
 
-    def __new__(mcs, name: str, bases: tuple[type, ...], space: dict[str, Any]) -> Absent:
+    def __new__(mcs, name: str, bases: tuple[type, ...], space: dict[str, Any]) -> Unsupported:
         for base in bases:
             base()
         return super().__new__(mcs, name, bases, space)
 
     def __call__(cls, *args: object, **options: object) -> NoReturn:
-        raise ConfigError(f"nanoengine does not offer vLLM's {cls.__name__}: {cls.why}")
+        raise ConfigError(f"vLLM's {cls.__name__} is not supported: {cls.why}")
 
     def __getattr__(cls, name: str) -> NoReturn:
-        raise AttributeError(f"nanoengine does not offer vLLM's {cls.__name__}.{name}: {cls.why}")
+        raise AttributeError(f"vLLM's {cls.__name__}.{name} is not supported: {cls.why}")
 
 
-def absent(name: str, why: str) -> Any:
+def unsupported(name: str, why: str) -> Any:
     """An object that raises with the reason when it is called, accessed or subclassed."""
-    return Absent(name, (), {"why": why})
+    return Unsupported(name, (), {"why": why})

@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Self
 
-from nanoengine.as_vllm.llm import VLLM, require_nothing
+from nanoengine.as_vllm.llm import VLLM, reject_options
 from nanoengine.errors import EngineDeadError
 
 
@@ -29,7 +29,7 @@ class VLLMAsync:
     @classmethod
     def from_engine_args(cls, engine_args: Any, **options: Any) -> Self:
         """Creates an LLM and returns its engine."""
-        require_nothing(options)
+        reject_options(options)
         return cls(VLLM.from_engine_args(engine_args))
 
     async def generate(
@@ -86,14 +86,14 @@ class VLLMAsync:
 
     async def _call(self, function: Callable[..., Any], *args: Any) -> Any:
         if self._is_shut:
-            raise EngineDeadError("this AsyncLLM is shut down: make a new one")
+            raise EngineDeadError("this AsyncLLM is shut down: create a new one")
         return await asyncio.get_running_loop().run_in_executor(self._thread, function, *args)
 
     async def _step(self) -> None:
         """Runs steps while requests are unfinished; each request gets the exception of a step."""
         while self._outputs:
             try:
-                found = [(one.request_id, one) for one in await self._call(self._engine.step)]
+                found = [(o.request_id, o) for o in await self._call(self._engine.step)]
             except Exception as error:
                 found = [(name, error) for name in self._outputs]
             for name, output in found:
@@ -104,4 +104,4 @@ class VLLMAsync:
                         del self._outputs[name]
 
     def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"nanoengine does not offer vLLM's AsyncLLM.{name}")
+        raise AttributeError(f"vLLM's AsyncLLM.{name} is not supported")

@@ -1,7 +1,7 @@
 """EngineArgs and FlexibleArgumentParser: the arguments of vLLM's LLM as a dataclass and as options.
 
-An argument with vLLM's default has no effect: `asked` drops it. So programs that pass all of them,
-`LLM(**vars(args))`, only set what their user has set.
+An argument with vLLM's default has no effect: `non_default_options` drops it. So programs that
+pass all of them, `LLM(**vars(args))`, only set what their user has set.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ FLAGS = ("enable_prefix_caching", "enable_chunked_prefill", "async_scheduling")
 """Boolean arguments whose default is None."""
 
 
-def asked(options: Mapping[str, Any]) -> dict[str, Any]:
+def non_default_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments that differ from vLLM's defaults."""
     return {n: v for n, v in options.items() if n not in DEFAULTS or v not in (DEFAULTS[n], {})}
 
@@ -34,10 +34,10 @@ class Arguments:
     def add_cli_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         """Adds one option per argument."""
         for name, default in DEFAULTS.items():
-            how: dict[str, Any] = {"type": str if isinstance(default, str) else literal}
+            kind: dict[str, Any] = {"type": str if isinstance(default, str) else literal}
             if isinstance(default, bool) or name in FLAGS:
-                how = {"action": argparse.BooleanOptionalAction}
-            parser.add_argument(f"--{name.replace('_', '-')}", default=default, **how)
+                kind = {"action": argparse.BooleanOptionalAction}
+            parser.add_argument(f"--{name.replace('_', '-')}", default=default, **kind)
         return parser
 
     @classmethod
@@ -63,10 +63,10 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
     ) -> tuple[argparse.Namespace, list[str]]:
         """Like argparse's, with _ in option names replaced by -."""
         words = sys.argv[1:] if args is None else args
-        return super().parse_known_args([dashed(word) for word in words], namespace)
+        return super().parse_known_args([with_dashes(word) for word in words], namespace)
 
 
-def dashed(word: str) -> str:
+def with_dashes(word: str) -> str:
     """An option's name with - instead of _; any other word as is."""
     name, equals, value = word.partition("=")
     return name.replace("_", "-") + equals + value if name.startswith("--") else word

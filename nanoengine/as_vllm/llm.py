@@ -13,10 +13,10 @@ import warnings
 from collections.abc import Iterable
 from typing import Any, Self
 
-from nanoengine.as_vllm import TABLES, Absent
-from nanoengine.as_vllm.engine_args import asked
+from nanoengine.as_vllm import TABLES, Unsupported
+from nanoengine.as_vllm.engine_args import non_default_options
 from nanoengine.as_vllm.outputs import VLLMBeams, VLLMOutput, beams, request_output
-from nanoengine.as_vllm.params import VLLMParams, VLLMPooler, ours
+from nanoengine.as_vllm.params import VLLMParams, VLLMPooler, to_native
 from nanoengine.checkpoint.find import resolve_model
 from nanoengine.errors import RequestError
 from nanoengine.features.pooled_outputs import PoolingOutput, ScoringRequestOutput
@@ -30,29 +30,29 @@ from nanoengine.settings.vllm_names import warn_no_effect
 
 KINDS: dict[str, OutputKind] = {"CUMULATIVE": "cumulative", "DELTA": "delta", "FINAL_ONLY": "final"}
 
-NEUTRAL: dict[str, Any] = TABLES["call options"]
+NO_EFFECT_VALUES: dict[str, Any] = TABLES["call options"]
 """Options of vLLM's calls that are not options here, with the values that have no effect."""
 
 
-def obeyed(options: dict[str, Any]) -> dict[str, Any]:
+def supported_options(options: dict[str, Any]) -> dict[str, Any]:
     """A call's options without those that have no effect.
 
     Raises:
         RequestError: an option is not supported.
     """
-    for name in NEUTRAL.keys() & options.keys():
-        if options[name] not in (NEUTRAL[name], None, {}):
-            raise RequestError(f"{name}={options[name]!r} can't be obeyed: leave it out")
-    return {name: value for name, value in options.items() if name not in NEUTRAL}
+    for name in NO_EFFECT_VALUES.keys() & options.keys():
+        if options[name] not in (NO_EFFECT_VALUES[name], None, {}):
+            raise RequestError(f"{name}={options[name]!r} is not supported: remove it")
+    return {name: value for name, value in options.items() if name not in NO_EFFECT_VALUES}
 
 
-def require_nothing(options: dict[str, Any]) -> None:
+def reject_options(options: dict[str, Any]) -> None:
     """Raises RequestError for unsupported values and unknown options."""
-    for name in obeyed(options):
-        raise RequestError(f"unknown option {name!r}: leave it out")
+    for name in supported_options(options):
+        raise RequestError(f"unknown option {name!r}: remove it")
 
 
-def answers_of(overrides: Any) -> tuple[str, str] | None:
+def reranker_answers(overrides: Any) -> tuple[str, str] | None:
     """The answers "no" and "yes" of a language model used as a reranker, if `hf_overrides` contain
     nothing else; `LLM` rejects other overrides."""
     match overrides:
@@ -77,14 +77,14 @@ PROCESSING = (
 def require_raw(params: Any) -> None:
     """Raises RequestError if processed logprobs would differ from the raw ones, because only raw
     logprobs are available."""
-    for one in params if isinstance(params, list) else [params]:
-        values = [(name, getattr(one, name)) for name in PROCESSING]
+    for p in params if isinstance(params, list) else [params]:
+        values = [(name, getattr(p, name)) for name in PROCESSING]
         changed = [name for name, value in values if value not in (getattr(PLAIN, name), (), {})]
-        changed += ["top_k"] if one.top_k > 0 else []
-        if changed and one.logprobs is not None:
+        changed += ["top_k"] if p.top_k > 0 else []
+        if changed and p.logprobs is not None:
             raise RequestError(
-                f"logprobs are those of the model's own logits, and with {', '.join(changed)} those"
-                " of logprobs_mode='processed_logprobs' are others: leave one of them out"
+                "logprobs_mode='processed_logprobs' is not supported for requests with logprobs and"
+                f" {', '.join(changed)}: remove one of these options"
             )
 
 
@@ -92,7 +92,7 @@ class VLLM(LLM):
     """vLLM's LLM."""
 
     def __init__(self, model: str, **options: Any) -> None:
-        self._answers = answers_of(options.get("hf_overrides"))
+        self._answers = reranker_answers(options.get("hf_overrides"))
         self._pooler, self._task = PLAIN_POOLING, None
         if self._answers:
             del options["hf_overrides"]
@@ -103,26 +103,26 @@ class VLLM(LLM):
             pooler = options.pop(name, None)
             if pooler is not None:
                 pooler = VLLMPooler(**pooler) if isinstance(pooler, dict) else pooler
-                self._pooler, self._task = pooler.ours(), pooler.task
+                self._pooler, self._task = pooler.to_native(), pooler.task
         if options.get("logits_processors"):
-            from nanoengine.as_vllm.processors import stages
+            from nanoengine.as_vllm.processors import wrap_processors
 
-            options["logits_processors"] = stages(
+            options["logits_processors"] = wrap_processors(
                 options["logits_processors"], options.get("device")
             )
-        super().__init__(model, **asked(options))
+        super().__init__(model, **non_default_options(options))
         variables = sorted(name for name in os.environ if name.startswith("VLLM_"))
         if variables:
-            warn_no_effect(f"{', '.join(variables)} (nothing reads vLLM's variables)")
+            warn_no_effect(f"{', '.join(variables)} (vLLM's environment variables are not read)")
 
     @classmethod
     def from_engine_args(cls, engine_args: Any) -> Self:
         """Creates an LLM from EngineArgs."""
         return cls(**dataclasses.asdict(engine_args))
 
-    def params(self, given: Any) -> Any:
+    def params(self, sampling_params: Any) -> Any:
         """Converts parameters of a call for `LLM.generate`."""
-        found = ours(given)
+        found = to_native(sampling_params)
         if self._wants_processed:
             require_raw(found or self.default_sampling_params)
         return found
@@ -131,14 +131,15 @@ class VLLM(LLM):
         self, ask: Any, prompts: Any, pooling_params: Any = None, **options: Any
     ) -> list[Any]:
         if not isinstance(pooling_params, PoolingParams | None):
-            told = f"pooling_params must be one PoolingParams for all, got {pooling_params!r}"
-            raise RequestError(told)
-        given, cut = dataclasses.asdict(pooling_params or PLAIN_POOLING), {}
+            message = f"pooling_params must be one PoolingParams for all, got {pooling_params!r}"
+            raise RequestError(message)
+        fields, cut = dataclasses.asdict(pooling_params or PLAIN_POOLING), {}
         if (options.get("tokenization_kwargs") or {}).keys() == {"truncate_prompt_tokens"}:
             cut = options.pop("tokenization_kwargs")
-        given = {name: value for name, value in given.items() if value is not None} | cut
-        asked = ask(prompts, dataclasses.replace(self._pooler, **given))
-        return asked.finish(super().generate(asked.prompts, asked.params, **obeyed(options)))
+        fields = {name: value for name, value in fields.items() if value is not None} | cut
+        requests = ask(prompts, dataclasses.replace(self._pooler, **fields))
+        outputs = super().generate(requests.prompts, requests.params, **supported_options(options))
+        return requests.finish(outputs)
 
     def encode(
         self, prompts: Any, pooling_params: Any = None, *, pooling_task: Any = None, **options: Any
@@ -155,10 +156,10 @@ class VLLM(LLM):
         ask = functools.partial(self._pools.encode, pooling_task)
         found = self._pool(ask, prompts, pooling_params, **options)
         return [
-            dataclasses.replace(one, outputs=PoolingOutput(data=torch.from_numpy(one.outputs.data)))
-            if one.error is None
-            else one
-            for one in found
+            dataclasses.replace(o, outputs=PoolingOutput(data=torch.from_numpy(o.outputs.data)))
+            if o.error is None
+            else o
+            for o in found
         ]
 
     def score(self, data_1: Any, data_2: Any, **options: Any) -> list[ScoringRequestOutput]:
@@ -168,7 +169,7 @@ class VLLM(LLM):
             RequestError: the PoolerConfig has token vectors, which vLLM scores in another way.
         """
         if self._task == "token_embed":
-            raise RequestError("a score of tokens' vectors is not implemented: leave out task")
+            raise RequestError("score() does not support task='token_embed': remove task")
         return super().score(data_1, data_2, **{"answers": self._answers} | options)
 
     def generate(  # type: ignore[override]
@@ -181,9 +182,9 @@ class VLLM(LLM):
         """
         ids = options.pop("prompt_token_ids", None)
         if (prompts is None) == (ids is None):
-            raise RequestError("give prompts, or prompt_token_ids in their place")
+            raise RequestError("give either prompts or prompt_token_ids")
         prompts, params = ids if prompts is None else prompts, self.params(sampling_params)
-        found = super().generate(prompts, params, *args, **obeyed(options))
+        found = super().generate(prompts, params, *args, **supported_options(options))
         failed = [output.error for output in found if output.error]
         if failed:
             message = f"{len(failed)} of {len(found)} requests failed: {failed[0]}"
@@ -192,7 +193,7 @@ class VLLM(LLM):
 
     def chat(self, *args: Any, **options: Any) -> list[VLLMOutput]:  # type: ignore[override]
         """Like `LLM.chat`."""
-        return super().chat(*args, **obeyed(options))  # type: ignore[return-value]
+        return super().chat(*args, **supported_options(options))  # type: ignore[return-value]
 
     def beam_search(self, *args: Any, **options: Any) -> list[VLLMBeams]:  # type: ignore[override]
         """Like `LLM.beam_search`."""
@@ -205,7 +206,7 @@ class VLLM(LLM):
 
     def reset_prefix_cache(self, **options: Any) -> bool:
         """Like `LLM.reset_prefix_cache`."""
-        return super().reset_prefix_cache(**obeyed(options))
+        return super().reset_prefix_cache(**supported_options(options))
 
     def get_world_size(self, include_dp: bool = True) -> int:
         """Number of ranks that share the model."""
@@ -234,7 +235,7 @@ class VLLMEngine:
     @classmethod
     def from_engine_args(cls, engine_args: Any, **options: Any) -> Any:
         """Creates an LLM and returns its engine."""
-        require_nothing(options)
+        reject_options(options)
         return VLLM.from_engine_args(engine_args).llm_engine
 
     def add_request(
@@ -250,7 +251,7 @@ class VLLMEngine:
     ) -> str:
         """Queues a request with the caller's id."""
         check_lora(lora_request)
-        require_nothing(options)
+        reject_options(options)
         llm = self._llm
         (read,) = llm.require_reader().read_all([prompt], [llm.params(params)], priority, "raise")
         if self._call is None or llm._calls.latest is not self._call:
@@ -258,7 +259,7 @@ class VLLMEngine:
         if any(name == request_id for name, *_ in self._running.values()):
             raise RequestError(f"request_id {request_id!r} is in use; choose another")
         kind = KINDS[params.output_kind.name]
-        with self._call.held_engine() as engine:
+        with self._call.locked_engine() as engine:
             builder = llm._queue(engine, read, kind)  # type: ignore[arg-type]
         self._running[builder.request.request_id] = request_id, builder, kind
         return request_id
@@ -267,12 +268,12 @@ class VLLMEngine:
         """Runs a step; returns the outputs of requests that have finished or grown."""
         if self._call is None:
             return []
-        with self._call.held_engine():
-            shown = [self._running.pop(one) for one in self._call.step(self._running)]
+        with self._call.locked_engine():
+            grown = [self._running.pop(key) for key in self._call.step(self._running)]
             for name, builder, kind in self._running.values():
                 if kind != "final" and builder.has_grown():
-                    shown.append((name, builder, kind))
-            return [request_output(one.build(), request_id=name) for name, one, _ in shown]
+                    grown.append((name, builder, kind))
+            return [request_output(b.build(), request_id=name) for name, b, _ in grown]
 
     def has_unfinished_requests(self) -> bool:
         """True while there is a step to run."""
@@ -304,17 +305,17 @@ class VLLMEngine:
         Deleting it frees the memory.
         """
         why = {"why": "llm.engine.executor.model is the model"}
-        view, inner = Absent("model", (), {"load_weights": self._llm.load_weights, **why}), "model"
-        for outer in ("model_runner", "driver_worker", "model_executor"):
-            view, inner = Absent(outer, (), {inner: view, **why}), outer
-        return view
+        attributes: dict[str, Any] = {"load_weights": self._llm.load_weights}
+        for name in ("model", "model_runner", "driver_worker", "model_executor"):
+            attributes = {name: Unsupported(name, (), attributes | why)}
+        return attributes["model_executor"]
 
     @model_executor.deleter
     def model_executor(self) -> None:
         self._llm.close()
 
     def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"nanoengine does not offer vLLM's llm_engine.{name}: see llm.engine")
+        raise AttributeError(f"vLLM's llm_engine.{name} is not supported: see llm.engine")
 
 
 class ModelView:
@@ -348,4 +349,4 @@ class ModelView:
         return self._info.vocab_size
 
     def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"nanoengine does not offer vLLM's model_config.{name}: see llm.info")
+        raise AttributeError(f"vLLM's model_config.{name} is not supported: see llm.info")

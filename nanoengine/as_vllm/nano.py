@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from nanoengine.as_vllm.params import VLLMParams, ours
+from nanoengine.as_vllm.params import VLLMParams, to_native
 from nanoengine.errors import NanoEngineError
 from nanoengine.llm import LLM
 
@@ -34,7 +34,7 @@ class NanoLLM(LLM):
             NanoEngineError: a request has failed; these outputs can't contain errors.
         """
         outputs, decode = [], self.get_tokenizer().decode
-        for output in super().generate(prompts, ours(sampling_params), use_tqdm):
+        for output in super().generate(prompts, to_native(sampling_params), use_tqdm):
             if output.error:
                 raise NanoEngineError(f"prompt {output.index} failed: {output.error}")
             ids = output.outputs[0].token_ids

@@ -46,7 +46,7 @@ class VLLMBeams(SimpleNamespace):
 
 def request_output(output: RequestOutput, **changed: Any) -> VLLMOutput:
     """Converts an output to vLLM's format."""
-    completions = [VLLMCompletion(**_fields(one)) for one in output.outputs]
+    completions = [VLLMCompletion(**_fields(c)) for c in output.outputs]
     return VLLMOutput(**_fields(output) | {"outputs": completions} | changed)
 
 
@@ -64,9 +64,9 @@ def beams(output: BeamSearchOutput, tokenizer: Any) -> VLLMBeams:
     found = VLLMBeams(sequences=[])
     for beam in output.sequences:
         tokens = [*output.prompt_token_ids, *beam.token_ids]
-        ours = {"tokens": tokens, "text": tokenizer.decode(tokens)}
+        text = {"tokens": tokens, "text": tokenizer.decode(tokens)}
         logprob = {"cum_logprob": beam.cumulative_logprob, "finish_reason": beam.finish_reason}
-        found.sequences.append(VLLMBeam(**ours, **logprob))
+        found.sequences.append(VLLMBeam(**text, **logprob))
     return found
 
 

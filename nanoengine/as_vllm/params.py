@@ -1,8 +1,8 @@
 """vLLM's SamplingParams and StructuredOutputsParams, which are mutable.
 
-A `VLLMParams` stores the given values under vLLM's names, with its defaults. `ours` converts it to
-frozen parameters at each call, which validates them. So all changes of attributes, and of lists in
-them, have an effect.
+A `VLLMParams` stores the given values under vLLM's names, with its defaults. `to_native` converts
+it to frozen parameters at each call, which validates them. So all changes of attributes, and of
+lists in them, have an effect.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class RequestOutputKind(enum.Enum):
     CUMULATIVE, DELTA, FINAL_ONLY = range(3)
 
 
-OWN = ("priority", "prompt_logprobs_start")
-"""Fields of ours that vLLM does not have."""
+NATIVE = ("priority", "prompt_logprobs_start")
+"""Fields of nanoengine's SamplingParams that vLLM does not have."""
 
 DEFAULTS: dict[str, Any] = {
-    **{f.name: f.default for f in dataclasses.fields(SamplingParams) if f.name not in OWN},
+    **{f.name: f.default for f in dataclasses.fields(SamplingParams) if f.name not in NATIVE},
     **{n: e["default"] for n, e in NAMES["SamplingParams"].items() if "default" in e},
     "output_kind": RequestOutputKind.CUMULATIVE,
 }
@@ -63,15 +63,15 @@ class VLLMParams:
 
     def __init__(self, *args: Any, **options: Any) -> None:
         try:
-            given = self.__signature__.bind(*args, **options).arguments
+            arguments = self.__signature__.bind(*args, **options).arguments
         except TypeError as error:
-            raise RequestError(f"SamplingParams of vLLM: {error}") from error
-        for name, value in given.items():
+            raise RequestError(f"vLLM's SamplingParams: {error}") from error
+        for name, value in arguments.items():
             setattr(self, name, value)
         for name in LISTS:
             value = getattr(self, name) or ()
             setattr(self, name, [value] if isinstance(value, str) else list(value))
-        self.ours()
+        self.to_native()
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in DEFAULTS:
@@ -102,22 +102,22 @@ class VLLMParams:
         none = {"max_tokens"} & options.keys()  # Why: here None is a value.
         return cls(**{n: v for n, v in options.items() if v is not None or n in none})
 
-    def ours(self) -> SamplingParams:
+    def to_native(self) -> SamplingParams:
         """Converts to the frozen parameters of `LLM`."""
         options = self._changed()
         options.pop("output_kind", None)  # Why: only LLMEngine uses it; generate() is final.
         if {"guided_decoding", "structured_outputs"} <= options.keys():
-            raise RequestError("guided_decoding is structured_outputs: give one of them")
-        asked = options.pop("guided_decoding", None) or options.get("structured_outputs")
-        if isinstance(asked, dict):
-            asked = VLLMForm(**asked)
-        if isinstance(asked, VLLMForm):
-            options["structured_outputs"] = asked.ours()
+            raise RequestError("guided_decoding means structured_outputs: set one of them")
+        structured = options.pop("guided_decoding", None) or options.get("structured_outputs")
+        if isinstance(structured, dict):
+            structured = VLLMStructuredOutputs(**structured)
+        if isinstance(structured, VLLMStructuredOutputs):
+            options["structured_outputs"] = structured.to_native()
         return SamplingParams(**options)
 
 
 @dataclass
-class VLLMForm:
+class VLLMStructuredOutputs:
     """vLLM's StructuredOutputsParams, and the GuidedDecodingParams of older versions.
 
     `json` may also be a Pydantic class, which is replaced by its schema. llguidance compiles all
@@ -142,18 +142,18 @@ class VLLMForm:
         if self.backend is not None and self.backend.partition(":")[0] not in BACKENDS:
             allowed = ", ".join(BACKENDS)
             raise RequestError(f"backend must be one of {allowed}, got {repr_short(self.backend)}")
-        self.ours()
+        self.to_native()
 
     @classmethod
-    def from_optional(cls, **options: Any) -> VLLMForm | None:
+    def from_optional(cls, **options: Any) -> VLLMStructuredOutputs | None:
         """The requested format; None if there is none."""
-        given = {name: value for name, value in options.items() if value is not None}
-        return cls(**given) if given.keys() - {"backend", "whitespace_pattern"} else None
+        options = {name: value for name, value in options.items() if value is not None}
+        return cls(**options) if options.keys() - {"backend", "whitespace_pattern"} else None
 
-    def ours(self) -> StructuredOutputs:
+    def to_native(self) -> StructuredOutputs:
         """Converts to the format in `SamplingParams`."""
-        given = {**vars(self), "backend": None}
-        return StructuredOutputs(**{n: v for n, v in given.items() if v not in (None, False)})
+        fields = {**vars(self), "backend": None}
+        return StructuredOutputs(**{n: v for n, v in fields.items() if v not in (None, False)})
 
 
 @dataclass
@@ -175,9 +175,9 @@ class VLLMPooler:
     activation: bool | None = None
 
     def __post_init__(self) -> None:
-        self.ours()
+        self.to_native()
 
-    def ours(self) -> PoolingParams:
+    def to_native(self) -> PoolingParams:
         """Converts to the parameters of a call; only `encode` returns all tokens' results."""
         if self.task not in (None, *TASKS):
             raise RequestError(
@@ -188,14 +188,14 @@ class VLLMPooler:
                 f"tok_pooling_type must be ALL, got {repr_short(self.tok_pooling_type)}"
             )
         kind = (self.pooling_type or self.seq_pooling_type or "all").lower()
-        given = {**vars(self), "pooling": None if kind == "all" else kind}
+        fields = {**vars(self), "pooling": None if kind == "all" else kind}
         for name in ("task", "pooling_type", "seq_pooling_type", "tok_pooling_type"):
-            del given[name]
-        return PoolingParams(**{n: v for n, v in given.items() if v is not None})
+            del fields[name]
+        return PoolingParams(**{n: v for n, v in fields.items() if v is not None})
 
 
-def ours(params: Any) -> Any:
+def to_native(params: Any) -> Any:
     """Converts parameters of a call, one or a list of them, for `LLM.generate`."""
     if isinstance(params, VLLMParams):
-        return params.ours()
-    return [ours(one) for one in params] if isinstance(params, list | tuple) else params
+        return params.to_native()
+    return [to_native(p) for p in params] if isinstance(params, list | tuple) else params

@@ -3,7 +3,7 @@
     update_state(BatchUpdate)  which request has which index, if that has changed; else None
     apply(logits)              [requests, V], one row per index
 
-`stages` converts `LLM(logits_processors=...)` to the engine's logits processors
+`wrap_processors` converts `LLM(logits_processors=...)` to the engine's logits processors
 (runner/sampling/logits_processors.py). They keep indices like vLLM's batch: a finished request
 leaves a gap, a new one fills it, and moves put the others to their rows in a step. A grammar's
 drafts are separate requests in a step, so an edit must depend on parameters, prompt and output
@@ -21,9 +21,9 @@ from typing import Any
 
 import torch
 
-from nanoengine.as_vllm import absent
+from nanoengine.as_vllm import unsupported
 from nanoengine.core.plan import AdmittedSequence
-from nanoengine.features.processors import ShownIds, takes_prompt
+from nanoengine.features.custom_processors import TokenIds, takes_prompt
 
 
 class MoveDirectionality(enum.Enum):
@@ -84,7 +84,7 @@ class AdapterLogitsProcessor(VLLMProcessor):
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
         """Keeps one function per index."""
-        process_dict_updates(self.req_info, batch_update, self._bound)
+        process_dict_updates(self.req_info, batch_update, self._bind)
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
         """Applies each function to its row."""
@@ -92,7 +92,7 @@ class AdapterLogitsProcessor(VLLMProcessor):
             logits[index] = function(logits[index])
         return logits
 
-    def _bound(self, params: Any, prompt: list[int], output: list[int]) -> Any:
+    def _bind(self, params: Any, prompt: list[int], output: list[int]) -> Any:
         function = self.new_req_logits_processor(params)
         if function is None:
             return None
@@ -121,20 +121,20 @@ def process_dict_updates(
     return True
 
 
-def stages(given: Iterable[Any], device: str | None) -> list[Any]:
+def wrap_processors(processors: Iterable[Any], device: str | None) -> list[Any]:
     """Wraps vLLM's classes, or their import names, among logits processors; keeps the others."""
-    found = [pkgutil.resolve_name(one) if isinstance(one, str) else one for one in given]
+    found = [pkgutil.resolve_name(p) if isinstance(p, str) else p for p in processors]
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    config = absent("vllm_config", "the keyword arguments of LLM are the configuration")
+    config = unsupported("vllm_config", "pass the configuration to LLM as keyword arguments")
     return [
-        Batched(one(config, where, False))
-        if isinstance(one, type) and issubclass(one, VLLMProcessor)
-        else one
-        for one in found
+        BatchedProcessor(p(config, where, False))
+        if isinstance(p, type) and issubclass(p, VLLMProcessor)
+        else p
+        for p in found
     ]
 
 
-class Batched:
+class BatchedProcessor:
     """Wraps an object of a vLLM class as a logits processor of the engine.
 
     Attributes:
@@ -143,33 +143,33 @@ class Batched:
 
     def __init__(self, processor: VLLMProcessor) -> None:
         self.processor = processor
-        self.requests: list[ShownIds] = []
+        self.requests: list[TokenIds] = []
 
-    def admit(self, sequence: AdmittedSequence) -> ShownIds:
+    def admit(self, sequence: AdmittedSequence) -> TokenIds:
         """Every row has a state, because the processor handles all requests."""
         self.processor.validate_params(sequence.params)
-        return ShownIds.to(sequence.params, sequence)
+        return TokenIds.of(sequence.params, sequence)
 
-    def apply(self, logits: torch.Tensor, lines: Sequence[int], states: Sequence[ShownIds]) -> None:
+    def apply(self, logits: torch.Tensor, lines: Sequence[int], states: Sequence[TokenIds]) -> None:
         """Reports the changes to the processor, and applies it to the rows `lines`."""
         self.processor.update_state(self._arrange(states))
         logits[list(lines)] = self.processor.apply(logits[list(lines)])
 
-    def _arrange(self, states: Sequence[ShownIds]) -> BatchUpdate | None:
+    def _arrange(self, states: Sequence[TokenIds]) -> BatchUpdate | None:
         """Moves each request to its index among `states`; returns the changes."""
-        held = set(states)
-        now, added, moved = [one if one in held else None for one in self.requests], [], []
-        for state in held.difference(self.requests):
-            index = now.index(None) if None in now else len(now)
-            now[index : index + 1] = [state]
-            added.append((index, state.whom, state.prompt, state.output))
-        removed = [i for i, one in enumerate(now) if one is None]
+        current, added, moved = set(states), [], []
+        slots = [state if state in current else None for state in self.requests]
+        for state in current.difference(self.requests):
+            index = slots.index(None) if None in slots else len(slots)
+            slots[index : index + 1] = [state]
+            added.append((index, state.used_by, state.prompt, state.output))
+        removed = [i for i, state in enumerate(slots) if state is None]
         for end, state in enumerate(states):
-            start = now.index(state)
+            start = slots.index(state)
             if start != end:
-                way = "UNIDIRECTIONAL" if now[end] is None else "SWAP"
-                moved.append((start, end, MoveDirectionality[way]))
-                now[start], now[end] = now[end], state
+                direction = "UNIDIRECTIONAL" if slots[end] is None else "SWAP"
+                moved.append((start, end, MoveDirectionality[direction]))
+                slots[start], slots[end] = slots[end], state
         self.requests = list(states)
         changed = removed or added or moved
         return BatchUpdate(len(states), removed, added, moved) if changed else None

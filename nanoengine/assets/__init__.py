@@ -1,4 +1,4 @@
-"""Files that come with the package: the demo model and texts, so that nothing is downloaded."""
+"""Files that are part of the package, so that nothing is downloaded: the demo model and texts."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from pathlib import Path
 
 
 def demo_model_path() -> Path:
-    """Directory of the demo model, a Hugging Face checkpoint like any other."""
+    """The directory of the demo model, a checkpoint in the format of transformers."""
     return Path(__file__).parent / "demo-model"
 
 
 def texts_path() -> Path:
-    """Twenty short texts, one JSON object per line, which `nanoengine compare` runs on."""
+    """The file with the twenty short texts of `nanoengine compare`, one JSON object per line."""
     return Path(__file__).parent / "texts.jsonl"

@@ -1,11 +1,11 @@
 """Attention backends over one paged KV cache, and how one is selected.
 
-| name | where | what for |
+| name | device | implementation |
 |---|---|---|
-| naive | any device | plain torch, the readable oracle of all others, as is its whole model |
+| naive | any device | plain torch, the reference implementation of the others |
 | cpu | CPU | paged kernels compiled by numba |
-| triton | CUDA | own paged FlashAttention kernels, the default; MLA: `triton_mla.py` |
-| flash_attn | CUDA | the flash-attn package, if installed |
+| triton | CUDA | paged FlashAttention kernels of this package, the default; `triton_mla.py` for
+MLA | | flash_attn | CUDA | the flash-attn package, if installed |
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ BACKENDS = {
 def resolve_backend(name: str, device: torch.device, dtype: torch.dtype = torch.float32) -> str:
     """Returns the backend for `name` on `device`; "auto" selects cpu on the CPU and triton on CUDA.
 
-    If these can't compute, "auto" falls back to naive: for float16 on a CPU, and, with a warning,
-    on GPUs of compute capability below 8.0.
+    For float16 on a CPU "auto" selects naive; also, with a warning, on GPUs of compute capability
+    below 8.0.
     """
     if name == "auto" and device.type == "cpu":
         return "naive" if dtype == torch.float16 else "cpu"
@@ -43,8 +43,8 @@ def resolve_backend(name: str, device: torch.device, dtype: torch.dtype = torch.
         major, minor = torch.cuda.get_device_capability(device)
         if major >= 8:
             return "triton"
-        what = f"this GPU's compute capability is {major}.{minor}, attention kernels need 8.0"
-        logger.warning("%s: attention_backend='naive' takes their place, which is slow", what)
+        reason = f"this GPU's compute capability is {major}.{minor}, attention kernels need 8.0"
+        logger.warning("%s: using attention_backend='naive' instead, which is slow", reason)
         return "naive"
     if name not in BACKENDS:
         raise ConfigError(
@@ -68,14 +68,14 @@ def make_backend(
     block_size: int,
     kv_dtype: torch.dtype | None = None,
     deterministic: bool = False,
-    latent: bool = False,
+    is_mla: bool = False,
 ) -> AttentionBackend:
     """Builds a resolved backend for one engine.
 
     Args:
         kv_dtype: dtype of the KV cache; None: `dtype`.
-        deterministic: a token's result must have the same bits in any batch and chunk.
-        latent: the model uses MLA, where values are parts of their keys.
+        deterministic: a token's result has the same bits in any batch and chunk.
+        is_mla: the model uses MLA, in which values are parts of their keys.
 
     Raises:
         ConfigError: the backend doesn't support this device, dtype, head_dim, block size or cache;
@@ -84,19 +84,19 @@ def make_backend(
     """
     if deterministic and name != "triton":
         raise ConfigError(
-            f"deterministic=True needs the attention backend triton on a CUDA GPU, got {name}:"
-            " leave it out; greedy tokens seldom show last bits"
+            f"deterministic=True needs attention_backend='triton' on a CUDA GPU, got {name}: remove"
+            " it; the last bits of a result rarely change a greedy token"
         )
     options = {"deterministic": True} if deterministic else {}
-    kind = backend_class(name)
-    if latent and name == "flash_attn":
+    cls = backend_class(name)
+    if is_mla and name == "flash_attn":
         raise ConfigError(
-            "attention backend flash_attn does not attend over latents, which this model's cache"
-            " holds: set attention_backend='auto'"
+            "attention backend flash_attn does not support MLA, which this model uses: set"
+            " attention_backend='auto'"
         )
-    if latent and name == "triton":
-        from nanoengine.attention.triton_mla import TritonLatentBackend as kind
-    backend = kind(device=device, dtype=dtype, head_dim=head_dim, block_size=block_size, **options)
+    if is_mla and name == "triton":
+        from nanoengine.attention.triton_mla import TritonMLABackend as cls
+    backend = cls(device=device, dtype=dtype, head_dim=head_dim, block_size=block_size, **options)
     if kv_dtype not in (None, dtype):
         backend.check_cache(kv_dtype, dtype)
     return backend

@@ -2,12 +2,12 @@
 
 A layer calls two methods per step. `rotate_and_store` applies the QK norm and RoPE, and writes the
 step's keys and values into the paged cache at `batch.slot_mapping`. `attend` then computes each
-query over its sequence's whole context *through the cache*. Because a layer stores all tokens of a
-step before it reads any, a sequence may read blocks that another one writes in the same step.
+query over its sequence's whole context *through the cache*. A layer stores all tokens of a step
+before it reads any, so a sequence may read blocks that another one writes in the same step.
 
-QK norm and RoPE are here in plain torch; backends may fuse them with their store. Rounding follows
-the checkpoints' own code. If a norm's weight has the model's dtype, the norm is rounded to that
-dtype before it is multiplied by the weight; if the weight is wider, after.
+This file has QK norm and RoPE in plain torch; backends may fuse them with the store. Rounding
+follows the checkpoints' own code. If a norm's weight has the model's dtype, the norm is rounded to
+that dtype before the multiplication by the weight; if the weight is wider, afterwards.
 
 8-bit caches are in `kv_quantization.py`.
 
@@ -46,7 +46,7 @@ class AttentionSpec:
         value_dim: None: values have head_dim elements and a cache of their own; else a value is the
             first value_dim elements of its key, and only the key is cached.
         sinks: [H] float32 or wider, or None: a learned score per head, which adds to the sum of the
-            softmax and has no value; so a head may attend to nothing. Source: the model code of
+            softmax without a value, so that a head may attend to nothing. Source: the model code of
             gpt-oss; Xiao et al. (arXiv 2309.17453) for the name.
     """
 
@@ -68,9 +68,9 @@ class LayerCache(NamedTuple):
 
     Attributes:
         k_cache, v_cache: the layer's blocks, [B, P, K, D], or [B, K, P, D] if the backend's
-            `kv_layout` is "KPD". The dtype is the model's, or another that `check_cache` allows. An
-            int8 cache has D + 4 bytes per row: a float32 scale follows the elements. If
-            `spec.value_dim` is set, v_cache is a view of k_cache.
+            `kv_layout` is "KPD". The dtype is the model's, or another that `check_cache` allows. In
+            an int8 cache, D is D + 4: a float32 scale follows the elements. If `spec.value_dim` is
+            set, v_cache is a view of k_cache.
         spec: heads, scale, window and KV group.
     """
 
@@ -89,20 +89,20 @@ class HeadNormWeights:
 
     Attributes:
         eps: None: heads are only multiplied by the weight, and not normalized.
-        together: None: one norm per head; (H, K): one norm over all query heads, and one over all
-            key heads.
+        all_heads: None: one norm per head; (H, K): one norm over all H query heads, and one over
+            all K key heads.
     """
 
     weight: torch.Tensor
     eps: float | None
-    together: tuple[int, int] | None = None
+    all_heads: tuple[int, int] | None = None
 
 
 class AttentionBackend(ABC):
     """A paged attention kernel with its cache layout.
 
     Class attributes:
-        name: as users write it in `attention_backend=`.
+        name: its value of the option `attention_backend`.
         kv_layout: "PKD" for caches [num_blocks, block_size, num_kv_heads, head_dim], "KPD" for
             heads first.
         default_block_size: [tokens], chosen by measurement.
@@ -115,8 +115,8 @@ class AttentionBackend(ABC):
         min_block_size: the smallest block size; block sizes are powers of two. 0: any.
 
     `attention.make_backend` makes one instance, which serves all layers of an engine. It keeps no
-    state between steps, so two batches may be in flight. Only the backend knows the layout inside a
-    block; all other code moves whole blocks.
+    state between steps, so two batches may be in flight. All other code moves whole blocks, and
+    does not depend on the layout inside a block.
     """
 
     name: ClassVar[str]
@@ -138,50 +138,50 @@ class AttentionBackend(ABC):
         kinds = ", ".join(map(str, self.dtypes)).replace("torch.", "")
         is_power = block_size >= self.min_block_size and not block_size & (block_size - 1)
         check = self.require
-        check(self.device_type in (None, device.type), f"runs on {self.device_type}, got {device}")
+        check(self.device_type in (None, device.type), f"supports {self.device_type}, got {device}")
         capability = f"compute capability {self.min_arch / 10} or newer, got {self.arch / 10}"
         check(self.arch >= self.min_arch, f"needs a GPU of {capability}")
-        check(not kinds or dtype in self.dtypes, f"computes {kinds}, got {dtype}")
+        check(not kinds or dtype in self.dtypes, f"supports {kinds}, got {dtype}")
         dims = self.head_dims
-        told = f"from {dims[0]} to {dims[-1]} in steps of {dims.step}, got {head_dim}"
-        check(head_dim in dims, f"does head dims {told}")
+        supported = f"from {dims[0]} to {dims[-1]} in steps of {dims.step}, got {head_dim}"
+        check(head_dim in dims, f"supports head dims {supported}")
         size = f"a block_size that is a power of two from {self.min_block_size}, got {block_size}"
         check(is_power or not self.min_block_size, f"needs {size}")
 
-    def require(self, is_so: bool, told: str) -> None:
-        """Raises ConfigError unless `is_so`; `told` says what the backend supports and what it
-        got."""
-        if not is_so:
+    def require(self, condition: bool, requirement: str) -> None:
+        """Raises ConfigError unless the condition is true; `requirement` says what the backend
+        supports, and what it got."""
+        if not condition:
             raise ConfigError(
-                f"attention backend {self.name} {told}: change that, or set"
+                f"attention backend {self.name} {requirement}: change that, or set"
                 " attention_backend='auto' or 'naive'"
             )
 
     def check_cache(self, kv_dtype: torch.dtype, dtype: torch.dtype) -> None:
         """Raises ConfigError unless a model of `dtype` may have a cache of `kv_dtype`."""
-        kind, other = f"{kv_dtype} beside {dtype}".replace("torch.", ""), "'cpu' or 'naive'"
+        case, backend = f"{kv_dtype} for a {dtype} model".replace("torch.", ""), "'cpu' or 'naive'"
         if kv_dtype == torch.float8_e4m3fn:
-            kind, other = "fp8", "'triton' on a GPU, 'naive' elsewhere"
+            case, backend = "fp8", "'triton' on a GPU, 'naive' elsewhere"
         raise ConfigError(
-            f"attention backend {self.name} keeps no {kind} KV cache: set kv_cache_dtype='auto', or"
-            f" attention_backend={other}"
+            f"attention backend {self.name} does not support a KV cache of {case}: set"
+            f" kv_cache_dtype='auto', or attention_backend={backend}"
         )
 
     @abstractmethod
     def prepare(self, batch: Batch) -> object:
-        """Computes what all layers of a step share, for `batch.attention`."""
+        """Computes the data that all layers of a step share; it becomes `batch.attention`."""
 
     def store(self, k: torch.Tensor, v: torch.Tensor, cache: LayerCache, batch: Batch) -> None:
         """Writes k, v [T, K, D] to the step's slots of a cache [B, P, K, D]."""
         k_cache, v_cache, spec = cache
         slots = batch.slot_mapping[spec.group]
-        place = slots // self.block_size, slots % self.block_size
-        if (kind := k_cache.dtype).itemsize == 1:
+        index = slots // self.block_size, slots % self.block_size
+        if (dtype := k_cache.dtype).itemsize == 1:
             from nanoengine.attention.kv_quantization import to_bytes
 
-            k, v = to_bytes(k, kind, spec.k_scale), to_bytes(v, kind, spec.v_scale)
-        k_cache[place] = k.to(k_cache.dtype)
-        v_cache[place] = v.to(v_cache.dtype)
+            k, v = to_bytes(k, dtype, spec.k_scale), to_bytes(v, dtype, spec.v_scale)
+        k_cache[index] = k.to(dtype)
+        v_cache[index] = v.to(dtype)
 
     @abstractmethod
     def attend(self, q: torch.Tensor, cache: LayerCache, batch: Batch) -> torch.Tensor:
@@ -195,7 +195,7 @@ class AttentionBackend(ABC):
         cache: LayerCache,
         batch: Batch,
     ) -> torch.Tensor:
-        """Norms and rotates queries and keys, stores keys and values; a backend may fuse this.
+        """Applies QK norm and RoPE to queries and keys, and stores keys and values.
 
         Args:
             heads: [T, H + 2 K, D], the fused projection: query heads, key heads, value heads.
@@ -212,7 +212,7 @@ class AttentionBackend(ABC):
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cache: LayerCache, batch: Batch
     ) -> torch.Tensor:
-        """Stores k, v [T, K, D] as they are, then attends q [T, H, D] -> [T, H, D]."""
+        """Stores k, v [T, K, D] without norm and RoPE, then attends q [T, H, D] -> [T, H, D]."""
         self.store(k, v, cache, batch)
         return self.attend(q, cache, batch)
 
@@ -231,10 +231,10 @@ def normed_heads(x: torch.Tensor, norm: HeadNormWeights) -> torch.Tensor:
     wide = x.to(norm.weight.dtype)
     if norm.eps is None:
         normed = wide
-    elif norm.together is None:
+    elif norm.all_heads is None:
         normed = F.rms_norm(wide, (x.shape[-1],), None, norm.eps)
     else:
-        rows = [part.flatten(1) for part in wide.split(norm.together, dim=1)]
+        rows = [part.flatten(1) for part in wide.split(norm.all_heads, dim=1)]
         normed = torch.cat([F.rms_norm(row, row.shape[1:], None, norm.eps) for row in rows], dim=1)
     return (normed.view(x.shape) * norm.weight).to(x.dtype)
 

@@ -1,4 +1,4 @@
-"""Batch: all tensors of one step, as one argument that is passed down to attention.
+"""Batch: all tensors of one step, passed through the model to attention.
 
 Legend: T tokens, S sequences, L rows of logits, G KV groups without the state group, M blocks of
 the longest table, D sequences with one query token.
@@ -18,11 +18,11 @@ import torch
 
 
 class SequenceSegment(NamedTuple):
-    """One sequence's tokens of a step, `start` to `end` of [T], in a recurrent layer.
+    """The query tokens of one sequence, `start` to `end` in [T], for a recurrent layer.
 
-    The first token is at `position`, and the layer starts from the state in slot `read`. For each
-    (count, slot) of `writes`, the state after the first `count` tokens is written to the slot; the
-    last count covers all tokens.
+    The first token is at `position` of its sequence, and the layer starts from the state in slot
+    `read`. For each (count, slot) of `writes`, the state after the first `count` tokens is written
+    to the slot; the last count covers all tokens.
     """
 
     start: int
@@ -33,12 +33,12 @@ class SequenceSegment(NamedTuple):
 
 
 class SegmentChunks(NamedTuple):
-    """The spans of a wave on a GPU, cut where a state is written and at positions that are
-    multiples of 64.
+    """The segments of a wave as chunks, for GPU kernels: cut where a state is written and at
+    positions that are multiples of 64.
 
-    `cuts` [C, 5] int64 has one row per piece: its `start` and `end` in [T], the `start` of its
-    span, the slot from which the span starts, and the slot for the state after the piece, or 0 if
-    it is not written. `firsts` [N + 1] int64: span n has the pieces `firsts[n]` to `firsts[n + 1]`.
+    `cuts` [C, 5] int64 has one row per chunk: its start and end in [T], the start of its segment,
+    the slot of the segment's initial state, and the slot for the state after the chunk (0: it is
+    not written). `firsts` [N + 1] int64: segment n has the chunks `firsts[n]` to `firsts[n + 1]`.
     """
 
     cuts: torch.Tensor
@@ -47,16 +47,16 @@ class SegmentChunks(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class ScanStep:
-    """Sequences that advance their states in parallel. A sequence that starts from a state that
-    another one writes in this step belongs to a later wave.
+    """One wave of a step: sequences whose recurrent states can advance in parallel.
 
-    Slot 0 holds zeros, the state before a sequence's first token; nothing is written there.
+    A sequence that starts from a state that another one writes in the same step is in a later wave.
+    Slot 0 contains zeros, the state before a sequence's first token; it is never written.
 
     Attributes:
-        tokens: the tokens of sequences with one query token, in [T]: a slice, or [D] int64.
-        reads, writes: [D] int64, the slot from which each starts, and the slot for its new state.
-        spans: the sequences with several query tokens.
-        pieces: the same, for kernels of a GPU.
+        tokens: where the tokens of the wave's decodes are in [T]: a slice, or [D] int64.
+        reads, writes: [D] int64, the slots of each decode's old and new state.
+        spans: the segments of sequences with several query tokens.
+        pieces: the same segments as chunks, on a GPU.
     """
 
     tokens: torch.Tensor | slice
@@ -81,9 +81,9 @@ class Batch:
         seq_lens: [S] int32, context of each sequence including this step's tokens.
         block_tables: [G, S, M] int32, entries past a sequence's last block are 0 (the null block).
         logits_indices: [L] int64, positions in [T] whose logits are needed; None: all, in order.
-        num_decodes: the first `num_decodes` sequences have exactly one query token.
-        max_query_len, max_seq_len: over the sequences, as Python ints, for grid sizes.
-        state_waves: what recurrent layers advance, in order.
+        num_decodes: the number of sequences with one query token; they are the first.
+        max_query_len, max_seq_len: maxima over the sequences, as Python ints, for grid sizes.
+        state_waves: the waves in which recurrent layers process the step, in order.
         attention: what the backend's `prepare` returned; opaque to all other code.
     """
 

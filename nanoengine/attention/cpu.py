@@ -1,16 +1,15 @@
 """CPUBackend: paged attention on the CPU, built on kernels compiled by numba.
 
 It computes in float32 or float64. A bfloat16 cache of a float32 model is read as float32, and an
-int8 cache in the model's compute dtype. For a bfloat16 model, queries and softmax weights are
+int8 cache as the dtype of the computation. For a bfloat16 model, queries and softmax weights are
 rounded to bfloat16 too, and sums are float32.
 
 `attention.make_backend` makes it. It views torch tensors as flat numpy arrays without a copy, plans
 the tasks of a step once for all layers, and calls `kernels/cpu_attention.py`. Prompts, chunks,
 decodes and drafts use the same code: they differ only in the number of query rows per task.
-`naive.py` is the readable form; `tests/attention/test_attention_cpu.py` compares the two.
+`naive.py` is the reference implementation.
 
-Kernels that were not compiled during installation are compiled by the first forward that needs
-them; `kernels/jit.py` says where they are cached.
+A kernel without a cached binary is compiled at its first use; see `kernels/jit.py`.
 """
 
 from __future__ import annotations
@@ -38,11 +37,11 @@ from nanoengine.kernels.threads import num_workers, start_workers
 
 NO_WINDOW = 1 << 62  # tokens; wider than any context
 DTYPES = {torch.float32: np.float32, torch.float64: np.float64, torch.bfloat16: np.uint32}
-"""The operand type of the products; uint32: pairs of bfloat16."""
+"""The operands of matmuls in the kernels; uint32: pairs of bfloat16."""
 
 
 class _TaskArrays(NamedTuple):
-    """What `plan_tasks` made for one kind of layer, with buffers for partial results."""
+    """The result of `plan_tasks` for one kind of layer, and buffers for partial results."""
 
     tasks: np.ndarray  # [N, 8] int64
     bounds: np.ndarray  # [shares + 1] int64
@@ -54,12 +53,12 @@ class _TaskArrays(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class CPUStep:
-    """What all layers of one step share: the batch as numpy arrays, and its tasks.
+    """The data that all layers of a step share: the batch as numpy arrays, and its tasks.
 
-    Tasks depend on head counts, window and group, so the first layer of each kind plans them.
+    Tasks depend on head counts, window and group. The first layer of each such kind plans them.
 
     Attributes:
-        spans: the sequences with recurrent states, set by `layers/cpu_linear_attention.py`.
+        spans: for recurrent layers; set by `layers/cpu_linear_attention.py`.
         layer_inputs: Gemma 4's per-layer inputs, [T, layers, I] float32.
     """
 
@@ -77,8 +76,8 @@ class CPUStep:
 class CPUBackend(AttentionBackend):
     """Attention that reads block tables in place, parallel over sequences, heads and context.
 
-    A sequence's result has the same bits alone and in any batch: tasks are cut by the sequence's
-    own lengths, and each row is summed in a fixed order.
+    A sequence's result has the same bits in any batch: its tasks depend only on its own lengths,
+    and each row is summed in a fixed order.
     """
 
     name: ClassVar[str] = "cpu"
@@ -95,12 +94,12 @@ class CPUBackend(AttentionBackend):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self._arrays, self.operand = NumpyViews(), np.empty(0, DTYPES[self.dtype])
-        self._real = torch.float64 if self.dtype == torch.float64 else torch.float32
-        self._no_sinks = torch.empty(0, dtype=self._real)
+        self.math_dtype = torch.float64 if self.dtype == torch.float64 else torch.float32
+        self._no_sinks = torch.empty(0, dtype=self.math_dtype)
         start_workers()
 
     def check_cache(self, kv_dtype: torch.dtype, dtype: torch.dtype) -> None:
-        """Raises ConfigError unless it is int8, or bfloat16 for a float32 model."""
+        """Raises ConfigError unless `kv_dtype` is int8, or bfloat16 for a float32 model."""
         if kv_dtype != torch.int8 and (kv_dtype, dtype) != (torch.bfloat16, torch.float32):
             super().check_cache(kv_dtype, dtype)
 
@@ -119,11 +118,12 @@ class CPUBackend(AttentionBackend):
         if cache.spec.value_dim is not None:
             from nanoengine.kernels.cpu_mla import store_latents
 
-            keys, slots = k.to(self._real).flatten(1).contiguous().numpy(), batch.attention.slots
-            store_latents(keys, slots[cache.spec.group], self.cache_arrays(cache)[0], num_workers())
+            keys = k.to(self.math_dtype).flatten(1).contiguous().numpy()
+            slots = batch.attention.slots[cache.spec.group]
+            store_latents(keys, slots, self.cache_arrays(cache)[0], num_workers())
             return
-        k_flat, k_stride = _flat(k.to(self._real))
-        v_flat, v_stride = _flat(v.to(self._real))
+        k_flat, k_stride = _flat(k.to(self.math_dtype))
+        v_flat, v_stride = _flat(v.to(self.math_dtype))
         slots, sizes = batch.attention.slots[cache.spec.group], self._sizes(cache.spec)
         kernels.store(
             k_flat, k_stride, v_flat, v_stride, slots, *self.cache_arrays(cache), sizes,
@@ -138,15 +138,15 @@ class CPUBackend(AttentionBackend):
         cache: LayerCache,
         batch: Batch,
     ) -> torch.Tensor:
-        """One pass over the projection; see `AttentionBackend.rotate_and_store`."""
+        """As in the base class, in one pass over the projection."""
         step: CPUStep = batch.attention
         spec = cache.spec
-        source = heads.to(self._real).contiguous().numpy()
+        source = heads.to(self.math_dtype).contiguous().numpy()
         q = np.empty((source.shape[0], spec.num_heads, spec.head_dim), source.dtype)
         # Why: numba specializes on argument types, so "no norm" needs an array too.
         weight = source[0, : -spec.num_kv_heads]
         if norm is not None:
-            weight = norm.weight.to(self._real).numpy()
+            weight = norm.weight.to(self.math_dtype).numpy()
         cpu_layers.rotate_and_store(
             source,
             self._angles(step, rotation),
@@ -167,7 +167,7 @@ class CPUBackend(AttentionBackend):
         spec = cache.spec
         sizes = self._sizes(spec)
         window = NO_WINDOW if spec.sliding_window is None else spec.sliding_window
-        queries = q.to(self._real).contiguous().numpy()
+        queries = q.to(self.math_dtype).contiguous().numpy()
         keys, values = self.cache_arrays(cache)
         plan = self._tasks(step, spec, window, queries.dtype)
         real = queries.dtype.type
@@ -182,7 +182,7 @@ class CPUBackend(AttentionBackend):
             )  # fmt: skip
             return torch.from_numpy(result).to(q.dtype)
         if cache.k_cache.dtype == torch.int8:
-            queries = queries.copy()  # The kernel overwrites them.
+            queries = queries.copy()  # the kernel overwrites them
         kernels.attend(
             queries, keys, values, step.tables[spec.group], plan.tasks, plan.bounds, plan.merges,
             plan.parts, sizes, real(spec.scale), real(spec.softcap or 0), window, self.operand,
@@ -198,11 +198,10 @@ class CPUBackend(AttentionBackend):
         dtype: np.dtype,
         rows: np.ndarray | None,
     ) -> tuple[np.ndarray, ...]:
-        """Returns what a fused kernel needs of the step for a layer of this kind: angles [T, D],
+        """The step's arguments of a fused kernel, for a layer of this kind: cos and sin [T, D],
         slots [T], block tables, and the arrays of `_TaskArrays`.
 
-        If only `rows` [L] of the step's tokens continue after attention, the others may get no
-        result.
+        If `rows` [L] is given, only these of the step's tokens need a result.
         """
         step: CPUStep = batch.attention
         window = NO_WINDOW if spec.sliding_window is None else spec.sliding_window
@@ -223,7 +222,7 @@ class CPUBackend(AttentionBackend):
         if id(halves) not in step.angles:
             num_tokens, _, half = halves.shape
             whole = halves.as_strided((num_tokens, 2 * half), (2 * half, 1))
-            step.angles[id(halves)] = whole.to(self._real).numpy()
+            step.angles[id(halves)] = whole.to(self.math_dtype).numpy()
         return step.angles[id(halves)]
 
     def _sizes(self, spec: AttentionSpec) -> tuple[int, int, int, int]:
@@ -254,39 +253,40 @@ class CPUBackend(AttentionBackend):
 
 
 def query_ranges(query_start: np.ndarray, rows: np.ndarray | None) -> np.ndarray:
-    """[S, 2]: per sequence the range of its queries that are in `rows`, end exclusive; None: all.
+    """Per sequence the range of its queries that includes its tokens in `rows`, [S, 2], end
+    exclusive. None: all queries.
 
-    >>> wanted(np.array([0, 1, 5, 9]), np.array([0, 3, 2, 3]))
+    >>> query_ranges(np.array([0, 1, 5, 9]), np.array([0, 3, 2, 3]))
     array([[0, 1],
            [1, 3],
            [4, 0]])
     """
-    starts, found = query_start[:-1], np.zeros((len(query_start) - 1, 2), np.int64)
+    starts, ranges = query_start[:-1], np.zeros((len(query_start) - 1, 2), np.int64)
     counts = query_start[1:] - starts
     if rows is None:
-        found[:, 1] = counts
-        return found
-    found[:, 0] = counts
+        ranges[:, 1] = counts
+        return ranges
+    ranges[:, 0] = counts
     seqs = np.searchsorted(query_start, rows, side="right") - 1
-    np.minimum.at(found[:, 0], seqs, rows - starts[seqs])
-    np.maximum.at(found[:, 1], seqs, rows - starts[seqs] + 1)
-    return found
+    np.minimum.at(ranges[:, 0], seqs, rows - starts[seqs])
+    np.maximum.at(ranges[:, 1], seqs, rows - starts[seqs] + 1)
+    return ranges
 
 
 def norm_kind(norm: HeadNormWeights | None) -> int:
-    """The code of a QK norm in `cpu_layers.rotate_and_store`."""
+    """The constant for a QK norm in `cpu_layers.rotate_and_store`."""
     if norm is None:
         return cpu_layers.NO_NORM
     if norm.eps is None:
-        return cpu_layers.FACTORS
-    return cpu_layers.EACH_HEAD if norm.together is None else cpu_layers.TOGETHER
+        return cpu_layers.FACTORS_ONLY
+    return cpu_layers.EACH_HEAD if norm.all_heads is None else cpu_layers.ALL_HEADS
 
 
 def _flat(x: torch.Tensor) -> tuple[np.ndarray, int]:
     """The memory of x [T, heads, D] as a 1-D array, and the distance between its tokens.
 
-    Why: kernels that index a contiguous array compile once, both for a separate tensor and for a
-    view of the fused q, k, v projection.
+    Why: so a kernel is compiled once for separate tensors and for views of the fused q, k, v
+    projection.
     """
     num_tokens, heads, head_dim = x.shape
     if x.stride(1) != head_dim or x.stride(2) != 1:

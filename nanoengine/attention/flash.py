@@ -1,7 +1,7 @@
 """FlashAttnBackend: an adapter from nanoengine's batches to the flash-attn package.
 
-`attention.make_backend` makes it for `attention_backend="flash_attn"`. It has no kernel of its own:
-torch stores keys and values. It uses one of two packages by the same authors:
+Made by `attention.make_backend` for `attention_backend="flash_attn"`. torch stores keys and values;
+one of two packages computes attention:
 
 | package | GPUs | blocks |
 |---|---|---|
@@ -10,11 +10,11 @@ torch stores keys and values. It uses one of two packages by the same authors:
 
 FlashAttention-4 is not used.
 
-Both split the keys of a decode depending on the whole batch, so a row's last bits may depend on the
-other sequences; the triton backend's don't.
+Both choose the splits of a decode's keys by the whole batch, so the last bits of a result may
+depend on the other sequences. The triton backend's don't.
 
-The argument mapping is tested against the documented signatures in plain torch; the packages
-themselves need a GPU and have not been run with it yet.
+Tests call it with functions in plain torch that have the documented signatures. The packages need a
+GPU, and have not been run with it yet.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ class FlashAttnBackend(AttentionBackend):
         )
 
     def prepare(self, batch: Batch) -> object:
-        """Returns what a step's layers share. FlashAttention-2: cumulative key lengths, [S + 1]
-        int32. FlashAttention-3: its plans, none yet."""
+        """Returns the data that a step's layers share. FlashAttention-2: cumulative key lengths, [S
+        + 1] int32. FlashAttention-3: a dict for its plans."""
         if self.version == 3:
             return {}
         starts = torch.zeros_like(batch.query_start_loc)
@@ -76,8 +76,7 @@ class FlashAttnBackend(AttentionBackend):
         k_cache, v_cache, spec = cache
         table = batch.block_tables[spec.group]
         window = spec.sliding_window
-        # Both versions count the window's tokens before and after a query, without the query
-        # itself.
+        # Both versions count a window's tokens before and after a query, without the query.
         common = {
             "softmax_scale": spec.scale,
             "causal": True,
@@ -103,14 +102,14 @@ class FlashAttnBackend(AttentionBackend):
         """Returns FlashAttention-3's plan for sharing a step's work among the multiprocessors;
         without it each layer would launch a kernel to compute it. None: this build can't plan
         ahead."""
-        make = getattr(self.package, "get_scheduler_metadata", None)
-        if make is None:
+        make_plan = getattr(self.package, "get_scheduler_metadata", None)
+        if make_plan is None:
             return None
         plans, spec, block_size = batch.attention, cache.spec, cache.k_cache.shape[1]
         window, softcap = spec.sliding_window, bool(spec.softcap)
         key = spec.num_heads, spec.num_kv_heads, spec.head_dim, window, softcap
         if key not in plans:
-            plans[key] = make(
+            plans[key] = make_plan(
                 batch.num_seqs, batch.max_query_len, batch.block_tables.shape[-1] * block_size,
                 *key[:3], batch.seq_lens, qkv_dtype=q.dtype, cu_seqlens_q=batch.query_start_loc,
                 page_size=block_size, causal=True, has_softcap=softcap,
@@ -126,12 +125,12 @@ def import_package(hopper: bool) -> tuple[int, ModuleType]:
         try:
             package = importlib.import_module(name)
         except ModuleNotFoundError as error:
-            if error.name != name:  # It is there but broken: its own error says more.
+            if error.name != name:  # It is installed, but one of its imports fails.
                 raise
         else:
-            if hasattr(package, function):  # FlashAttention-4 alone is a folder without functions.
+            if hasattr(package, function):  # false if only FlashAttention-4 is installed
                 return version, package
     raise MissingDependencyError(
         "attention backend flash_attn needs FlashAttention-2 or, on Hopper, -3: pip install"
-        " 'nanoengine[flash]' (a long build, which needs nvcc), or set attention_backend='triton'"
+        " 'nanoengine[flash]' (compiles for long, needs nvcc), or set attention_backend='triton'"
     )

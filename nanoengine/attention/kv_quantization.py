@@ -1,7 +1,7 @@
-"""8-bit KV caches in plain torch: how a row is quantized and dequantized.
+"""8-bit KV caches in plain torch: quantization and dequantization of a row.
 
 A row is the key or the value of one KV head of one token. `naive.py` calls this for an 8-bit cache;
-the kernels of a CPU (`kernels/int8_cache.py`) and of a GPU (`triton_store.py`) do the same.
+the kernels for a CPU (`kernels/int8_cache.py`) and a GPU (`triton_store.py`) do the same.
 
 **fp8** is e4m3: 4 bits of exponent, 3 of mantissa, no infinity. A layer's keys share one scale, its
 values another: the checkpoint's, else 1. An element is stored as element / scale, rounded to
@@ -11,9 +11,9 @@ value, and rounded keys change a score by at most 1/16 of the sum of its product
 
 **int8**: a row is multiplied by a Hadamard matrix, and its elements are stored as element * 127 /
 the row's largest, rounded half to even, followed by a float32 scale. A second multiplication by the
-matrix restores the row. A row depends on nothing but itself, and a block of rows and scales is
-contiguous bytes. Rounding changes an element of the product by at most 1/254 of the row's largest.
-A row with infinity or NaN gets such a scale, so a broken model is still noticed.
+matrix restores the row. The bytes of a row depend only on this row, and a block with its scales is
+contiguous. Rounding changes an element of the product by at most 1/254 of the row's largest.
+A row with infinity or NaN gets an infinite or NaN scale, so a broken model is still noticed.
 
 Why a Hadamard matrix: keys of trained models have a few channels that are many times larger than
 the others, which would then get few of the 255 levels. The product spreads each channel over all.
@@ -28,12 +28,12 @@ from __future__ import annotations
 import torch
 
 FP8 = torch.float8_e4m3fn
-LARGEST = 448.0
+FP8_MAX = 448.0
 """The largest finite fp8 value. NaN stays NaN, so a broken model is still noticed."""
 
 SCALE_BYTES = 4
-LEAST = 2.0**-100
-"""An int8 row with no larger element is stored as zeros, because 1 / scale must be finite."""
+MIN_ROW_MAX = 2.0**-100
+"""An int8 row without larger elements is stored as zeros, because 1 / scale must be finite."""
 
 
 def to_bytes(x: torch.Tensor, kv_dtype: torch.dtype, scale: float) -> torch.Tensor:
@@ -50,7 +50,7 @@ def to_fp8(x: torch.Tensor, scale: float) -> torch.Tensor:
     """x / scale in fp8, clamped to +-LARGEST."""
     wide = torch.promote_types(x.dtype, torch.float32)
     # Why a multiplication: it rounds alike in plain torch and on every GPU, unlike a division.
-    return (x.to(wide) * (1.0 / scale)).clamp(-LARGEST, LARGEST).to(FP8)
+    return (x.to(wide) * (1.0 / scale)).clamp(-FP8_MAX, FP8_MAX).to(FP8)
 
 
 def from_fp8(stored: torch.Tensor, scale: float, dtype: torch.dtype) -> torch.Tensor:
@@ -81,7 +81,7 @@ def to_int8(x: torch.Tensor) -> torch.Tensor:
     largest = rows.abs().amax(-1, keepdim=True)
     scale = largest / 127
     # Why a multiplication: the kernels multiply by the inverse, and both must round alike.
-    inverse = torch.where(largest > LEAST, 1 / scale, 0)
+    inverse = torch.where(largest > MIN_ROW_MAX, 1 / scale, 0)
     codes = (rows * inverse).nan_to_num().round().to(torch.int8)
     return torch.cat((codes, scale.view(torch.int8)), dim=-1)
 

@@ -1,8 +1,7 @@
-"""NaiveBackend: paged attention in plain torch, one sequence at a time; the oracle of the others.
+"""NaiveBackend: paged attention in plain torch, the reference implementation of the other backends.
 
-Read this file first to know what the fast kernels compute. It runs on any device and dtype, with
-any block size, and is slow on purpose: each sequence's context is gathered into one dense tensor.
-`attention.make_backend` makes it; it knows nothing of models, schedulers or engines.
+It supports any device, dtype and block size. It is slow on purpose: each sequence's context is
+gathered into one dense tensor, one sequence at a time. Made by `attention.make_backend`.
 
     block table of a sequence    3     7     1            block_size 4, seq_len 10
     its keys                     0..3  4..7  8 9          position i is in table[i // 4] at i % 4

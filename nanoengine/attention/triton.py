@@ -1,21 +1,21 @@
 """TritonBackend: paged attention on CUDA with nanoengine's own kernels; the default backend there.
 
-`attention.make_backend` makes it; every attention layer calls it. This file chooses tile sizes,
-grids and scratch memory; the arithmetic is in `triton_store.py` and `triton_kernels.py`.
+Made by `attention.make_backend`, called by every attention layer. This file chooses tile sizes,
+grids and scratch memory; the kernels are in `triton_store.py` and `triton_kernels.py`.
 
     norm, rotate and store (all tokens) -> decode (first num_decodes sequences)
                                         -> varlen (all others)
 
 Grid sizes come from Python ints of the batch, so nothing waits for the GPU. A CUDA graph can
 capture the launches of a batch of decodes. A graph captured with a greater `max_seq_len` serves
-shorter sequences too: the programs beyond their end exit.
+shorter sequences too: surplus programs exit at once.
 
-A row's result does not depend on the other sequences of the batch: key tiles and splits depend only
-on the row's own sequence, and a second kernel adds the splits in order. A token uses the decode
-kernel when it is computed alone and the varlen kernel in a chunk. The two agree up to rounding, but
-not bit for bit. So with `deterministic` all tokens use the varlen kernel, and all tiles are masked.
-A tile without visible keys leaves a row's sums unchanged, so it does not matter which tokens share
-a row's tile. There are no splits then, which is slow for few sequences with long contexts.
+A token's result does not depend on the other sequences of the batch: key tiles and splits depend
+only on its own sequence, and a second kernel adds the splits in order. A single token of a sequence
+uses the decode kernel, a chunk the varlen kernel. The two agree up to rounding, but not bit for
+bit. So with `deterministic` all tokens use the varlen kernel, and all tiles are masked. A tile
+without visible keys leaves a row's sums unchanged, so it does not matter which tokens share a tile.
+There are no splits then, which is slow for few sequences with long contexts.
 
 The kernels have been run in Triton's interpreter on a CPU (`TRITON_INTERPRET=1`, float32 and
 float16) and compiled ahead of time for sm_80, sm_89 and sm_90. They have not run on a GPU yet; tile
@@ -65,7 +65,7 @@ class KernelConfig:
 
     Attributes:
         split_tokens: keys per split of a decode, a multiple of `decode.keys`.
-        max_splits: the most splits per sequence; longer sequences have longer splits.
+        max_splits: maximum number of splits per sequence; longer sequences have longer splits.
     """
 
     prefill: TileConfig
@@ -89,8 +89,8 @@ def kernel_config(
     """
     dim = next_power_of_2(head_dim)
     packed = max(16, next_power_of_2(group_size))  # Why 16: tl.dot needs 16 rows.
-    roomy = arch in (80, 90, 100, 103)
-    warpgroups = arch in (90, 100, 103)  # These multiply from shared memory and save registers.
+    large_smem = arch in (80, 90, 100, 103)
+    warpgroups = arch in (90, 100, 103)  # Their matmuls read shared memory, which saves registers.
     if dtype == torch.float32:
         # Why small: exact float32 products run on CUDA cores, from registers.
         prefill = (32, 16, 8 if dim > 64 else 4, 2)
@@ -98,7 +98,7 @@ def kernel_config(
         if dim > 256:
             prefill, decode = (16, 16, 8, 1), (16, 8, 1)
     elif dim > 256:
-        prefill, decode = (32, 32 if roomy else 16, 8, 2), (16, 8, 3)
+        prefill, decode = (32, 32 if large_smem else 16, 8, 2), (16, 8, 3)
     else:
         if warpgroups:
             prefill = (128, 64 if dim <= 128 else 32, 8, 3)
@@ -106,7 +106,7 @@ def kernel_config(
             prefill = (128, 64 if dim <= 64 else 32, 8, 3)
         else:
             prefill = (64, 32, 8, 2)
-        decode = (32, 4, 4 if roomy else 3) if dim <= 128 else (32, 8, 3)
+        decode = (32, 4, 4 if large_smem else 3) if dim <= 128 else (32, 8, 3)
         if deterministic:  # Why small: a decode uses this tile too, for one token.
             prefill = (32, *decode)
     rows, *prefill_rest = prefill
@@ -120,8 +120,8 @@ Strides = tuple[int, ...]
 
 
 class Splits(NamedTuple):
-    """How the decodes of a step split their contexts: the grid of `decode_kernel`, its `max_splits`
-    and its two scratch tensors."""
+    """The splits of a step's decodes: the grid of `decode_kernel`, its `max_splits` and its two
+    scratch tensors."""
 
     grid: tuple[int, int]
     max_splits: int
@@ -129,14 +129,15 @@ class Splits(NamedTuple):
     part_lse: torch.Tensor
 
 
-class Shared(NamedTuple):
-    """What the layers of one kind share in a step.
+class StepData(NamedTuple):
+    """The data of a step that layers of one kind share.
 
     Attributes:
         slots, table, table_stride: of the KV group.
-        splits: for the decode kernel, or None.
-        tiles: query tiles of the varlen kernel.
-        num_decodes: sequences of the decode kernel; the varlen kernel computes the others.
+        splits: of the decode kernel; None: it is not launched.
+        tiles: number of query tiles of the varlen kernel.
+        num_decodes: the number of sequences that the decode kernel computes; the varlen kernel
+            computes the others.
     """
 
     slots: torch.Tensor
@@ -179,16 +180,16 @@ def attention_constants(
 ) -> Constants:
     """The constants of an attention kernel with these tiles."""
     k_cache, v_cache, spec = cache
-    of_spec = spec.num_heads // spec.num_kv_heads, spec.head_dim, spec.scale, spec.softcap
-    of_cache = cache_constants(k_cache, v_cache)
-    return constants_of_attention(
-        *of_spec, spec.sliding_window, spec.sinks is not None,
-        q.stride(), out.stride(), of_cache, tile, splits, all_masked,
+    group_size = spec.num_heads // spec.num_kv_heads
+    return cached_attention_constants(
+        group_size, spec.head_dim, spec.scale, spec.softcap, spec.sliding_window,
+        spec.sinks is not None, q.stride(), out.stride(), cache_constants(k_cache, v_cache), tile,
+        splits, all_masked,
     )  # fmt: skip
 
 
 @functools.cache
-def constants_of_attention(
+def cached_attention_constants(
     group: int, head_dim: int, scale: float, softcap: float | None, window: int | None, sinks: bool,
     q: Strides, out: Strides, cache: CacheConstants, tile: TileConfig, splits: tuple[int, ...],
     all_masked: bool,
@@ -207,7 +208,7 @@ def padded(size: int) -> int:
 
 
 def sinks_of(spec: AttentionSpec, q: torch.Tensor) -> torch.Tensor:
-    """The heads' sinks [H]; without sinks any tensor, since it is never read."""
+    """The heads' sinks [H]; without sinks `q`, which is then never read."""
     return q if spec.sinks is None else spec.sinks
 
 
@@ -272,28 +273,27 @@ class TritonBackend(AttentionBackend):
                 f" {self.arch // 10}.{self.arch % 10}: set kv_cache_dtype='auto'"
             )
 
-    def prepare(self, batch: Batch) -> dict[tuple[Any, ...], Shared]:
-        """A dict for what layers of one kind share, filled by the first of them. The kernels find
-        their sequences by `query_start_loc`, without help from the host."""
+    def prepare(self, batch: Batch) -> dict[tuple[Any, ...], StepData]:
+        """An empty dict of `StepData` by kind of layer, filled by the first layer of each kind."""
         return {}
 
-    def _shared(self, batch: Batch, spec: AttentionSpec) -> Shared:
-        of_step: Any = batch.attention
+    def _data(self, batch: Batch, spec: AttentionSpec) -> StepData:
+        by_kind: Any = batch.attention
         heads, kv_heads, window = spec.num_heads, spec.num_kv_heads, spec.sliding_window
         kind = heads, kv_heads, spec.head_dim, window, spec.group
-        shared = of_step.get(kind)
-        if shared is None:
+        step = by_kind.get(kind)
+        if step is None:
             table, num_decodes = batch.block_tables[spec.group], batch.num_decodes
             if self.deterministic:  # Why: a decode then runs the same code as a chunk's token.
                 num_decodes = 0
             tile_tokens = self._config(spec).prefill.rows // (heads // kv_heads)
-            shared = of_step[kind] = Shared(
+            step = by_kind[kind] = StepData(
                 batch.slot_mapping[spec.group], table, table.stride(0),
                 self._splits(batch, spec) if num_decodes else None,
                 (batch.num_tokens - num_decodes) // tile_tokens + batch.num_seqs - num_decodes,
                 num_decodes,
             )  # fmt: skip
-        return shared
+        return step
 
     def _splits(self, batch: Batch, spec: AttentionSpec) -> Splits:
         config, device = self._config(spec), batch.seq_lens.device
@@ -321,59 +321,59 @@ class TritonBackend(AttentionBackend):
         cache: LayerCache,
         batch: Batch,
     ) -> torch.Tensor:
-        if norm is not None and norm.together is not None:
+        if norm is not None and norm.all_heads is not None:
             return super().rotate_and_store(heads, rotation, norm, cache, batch)
         k_cache, v_cache, spec = cache
         num_tokens, num_rows, head_dim = heads.shape
         cos, sin = rotation
-        # Why heads: without a norm nothing reads the weight.
+        # Why heads: without a norm the weight is not read.
         weight, eps = (heads, None) if norm is None else (norm.weight, norm.eps)
-        shared, q = self._shared(batch, spec), heads.new_empty(num_tokens, spec.num_heads, head_dim)
+        step, q = self._data(batch, spec), heads.new_empty(num_tokens, spec.num_heads, head_dim)
         programs, constants = rotate_constants(
             num_rows, spec.num_heads, spec.num_kv_heads, head_dim, eps,
             heads.stride(), cos.stride(), sin.stride(), cache_constants(k_cache, v_cache),
         )  # fmt: skip
         launch(
             store_kernels.rotate_store_kernel, (num_tokens, programs), constants,
-            q, heads, cos, sin, weight, k_cache, v_cache, shared.slots,
+            q, heads, cos, sin, weight, k_cache, v_cache, step.slots,
             1.0 / spec.k_scale, 1.0 / spec.v_scale,
         )  # fmt: skip
         return q
 
     def attend(self, q: torch.Tensor, cache: LayerCache, batch: Batch) -> torch.Tensor:
         k_cache, v_cache, spec = cache
-        shared, sinks, out = self._shared(batch, spec), sinks_of(spec, q), torch.empty_like(q)
-        table, splits = shared.table, shared.splits
+        step, sinks, out = self._data(batch, spec), sinks_of(spec, q), torch.empty_like(q)
+        table, splits = step.table, step.splits
         config = self._config(spec)
         if splits is not None:
-            of_splits = config.split_tokens, config.max_splits, spec.num_kv_heads
-            constants = attention_constants(q, out, cache, config.decode, *of_splits)
+            split_args = config.split_tokens, config.max_splits, spec.num_kv_heads
+            constants = attention_constants(q, out, cache, config.decode, *split_args)
             launch(
                 kernels.decode_kernel, splits.grid, constants,
                 out, splits.part_out, splits.part_lse, q, k_cache, v_cache, sinks,
-                table, batch.seq_lens, shared.table_stride, splits.max_splits,
+                table, batch.seq_lens, step.table_stride, splits.max_splits,
                 spec.k_scale, spec.v_scale,
             )  # fmt: skip
             if splits.max_splits > 1:
                 launch(
-                    kernels.merge_kernel, (shared.num_decodes, spec.num_heads),
+                    kernels.merge_kernel, (step.num_decodes, spec.num_heads),
                     Constants(A=constants["A"], num_warps=4),
                     out, splits.part_out, splits.part_lse, sinks, batch.seq_lens,
                     config.max_splits, splits.max_splits,
                 )  # fmt: skip
-        num_prefills = batch.num_seqs - shared.num_decodes
+        num_prefills = batch.num_seqs - step.num_decodes
         if num_prefills:
             launch(
-                kernels.varlen_kernel, (shared.tiles, spec.num_kv_heads),
+                kernels.varlen_kernel, (step.tiles, spec.num_kv_heads),
                 attention_constants(
                     q, out, cache, config.prefill, all_masked=self.deterministic
                 ),
                 out, q, k_cache, v_cache, sinks, table, batch.query_start_loc, batch.seq_lens,
-                shared.table_stride, shared.num_decodes, num_prefills, spec.k_scale, spec.v_scale,
+                step.table_stride, step.num_decodes, num_prefills, spec.k_scale, spec.v_scale,
             )  # fmt: skip
         return out
 
     def _config(self, spec: AttentionSpec) -> KernelConfig:
         group_size = spec.num_heads // spec.num_kv_heads
-        of_spec = spec.head_dim, group_size, self.dtype
-        return kernel_config(self.arch, *of_spec, self.deterministic, spec.num_kv_heads)
+        options = group_size, self.dtype, self.deterministic, spec.num_kv_heads
+        return kernel_config(self.arch, spec.head_dim, *options)

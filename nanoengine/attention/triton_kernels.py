@@ -1,29 +1,28 @@
 """The Triton kernels of paged attention: varlen attention, and decode with split contexts.
 
-Only `attention/triton.py` and `triton_mla.py` call them; they choose grids and tile sizes. The
-kernels know pointers and strides, not batches or models. Everything is read through a sequence's
-block table:
+Called only by `attention/triton.py` and `triton_mla.py`, which choose grids and tile sizes. Keys
+and values are read through a sequence's block table:
 
     position     0 ........ 15 16 ....... 31 32 ... 40            key tiles, aligned to position 0
     table        [ block 7   |  block 2   |  block 9 ]            any order, blocks may be shared
     cache        block 7: [P, K, D] at block_id * block_stride    tokens first, then KV heads
 
 One tile of queries holds all query heads of one KV head (row = token * GROUP + head), so keys and
-values are read once per group. Softmax is online, in float32, in base 2: the score scale is
-multiplied by log2(e) once, and exp2 is the hardware's instruction. Keys and values of an fp8 cache
+values are read once per group. Softmax is online, in float32, in base 2: the hardware has exp2, and
+log2(e) is part of the scale of scores. Keys and values of an fp8 cache
 are converted to the queries' dtype in registers, which is exact; their scales multiply scores and
 outputs. In a decode, bfloat16 queries are first converted to float16, because the hardware converts
 fp8 to float16.
 
 Key tiles are aligned to position 0 of the sequence and processed in ascending order, and a tile
 that a row may not see leaves that row unchanged. So a row's result never depends on the rest of the
-batch. How its queries were cut into chunks only decides which tiles run the masked code, whose last
-bit may differ if the compiler fuses a multiplication with an addition.
+batch. The chunks of its sequence only decide which tiles run the masked code, whose last bit may
+differ if the compiler fuses a multiplication with an addition.
 
 Legend: D head dim, P block size, N keys per tile, M rows per tile. Strides count elements and are
 constants, so address arithmetic folds and 16-byte copies are proven aligned. Offsets inside a block
 are 32-bit; only the start of a token or a block is 64-bit. Arguments that change between steps are
-never specialized on, so that serving never waits for the compiler again.
+never specialized on, so that a running engine never waits for the compiler.
 
 These kernels have been run in Triton's interpreter and compiled to machine code ahead of time; they
 have not run on a GPU yet.
@@ -77,8 +76,8 @@ class AttentionConstants(NamedTuple):
         group: query heads per KV head.
         dim: head_dim rounded up to a power of two.
         m, n: rows and keys per tile.
-        split, max_splits, kv_heads: of decodes: keys per split, the most splits (longer sequences
-            have longer splits), and KV heads.
+        split, max_splits, kv_heads: only for decodes: keys per split, the maximum number of splits
+            (longer sequences have longer splits), and KV heads.
         all_masked: no tile skips its mask. Which tiles need no mask depends on the rows of a tile,
             and code without a mask may round differently.
     """
@@ -120,8 +119,8 @@ def load_keys(
     """Loads the rows of positions start ... start + N - 1 of one KV head, [N, DIM], from a paged
     cache.
 
-    `start` is a multiple of N. MASKED: rows outside low ... end - 1 are 0. Why: memory past the end
-    is uninitialized, and before a window is the null block; 0 * NaN would reach the output.
+    `start` is a multiple of N. MASKED: rows outside low ... end - 1 are 0. Why: memory after the
+    end is uninitialized, and before a window the table has the null block; 0 * NaN would be NaN.
     """
     tokens = tl.arange(0, A.n)
     dims = tl.arange(0, A.dim)[None, :]
@@ -143,12 +142,12 @@ def load_keys(
 
 @triton.jit
 def attend_tile(
-    q, acc, total, high, k_cache, v_cache, blocks, positions, start, low, end, k_scale,
+    q, acc, total, row_max, k_cache, v_cache, blocks, positions, start, low, end, k_scale,
     CACHE: tl.constexpr, A: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """One step of the online softmax: the keys start ... start + N - 1 for all rows.
 
-    State of each row, in float32: `high` is the greatest score so far, `total` the sum of 2 **
+    State of each row, in float32: `row_max` is the greatest score so far, `total` the sum of 2 **
     (score - high), `acc` [M, DIM] the same sum weighted by the values. `total` is [M], or [M, N]
     with one sum per column of tiles; see `attend`.
     """
@@ -160,7 +159,7 @@ def attend_tile(
     if key.dtype != q.dtype:
         scores = scores * k_scale
     if A.softcap > 0.0:
-        # tanh(x) = 1 - 2 / (e^2x + 1): right at both infinities, and only exp2 is needed.
+        # tanh(x) = 1 - 2 / (e^2x + 1): exact at both infinities, and needs only exp2.
         power = tl.exp2(scores * (2.0 * LOG2_E * A.scale / A.softcap))
         scores = (A.softcap * LOG2_E) * (1.0 - 2.0 / (power + 1.0))
     else:
@@ -171,18 +170,18 @@ def attend_tile(
         if A.window > 0:
             visible = visible & (keys > positions[:, None] - A.window)
         scores = tl.where(visible, scores, float("-inf"))
-    new_high = tl.maximum(high, tl.max(scores, 1))
-    weights = tl.exp2(scores - new_high[:, None])
-    shrink = tl.exp2(high - new_high)
+    new_max = tl.maximum(row_max, tl.max(scores, 1))
+    weights = tl.exp2(scores - new_max[:, None])
+    rescale = tl.exp2(row_max - new_max)
     if len(total.shape) == 2:
-        total = total * shrink[:, None] + weights
+        total = total * rescale[:, None] + weights
     else:
-        total = total * shrink + tl.sum(weights, 1)
+        total = total * rescale + tl.sum(weights, 1)
     value = load_keys(
         v_cache, blocks, start, low, end, CACHE.v_block, CACHE.v_token, CACHE.block_size, A, MASKED
     ).to(q.dtype)
-    acc = tl.dot(weights.to(value.dtype), value, acc * shrink[:, None], input_precision="ieee")
-    return acc, total, new_high
+    acc = tl.dot(weights.to(value.dtype), value, acc * rescale[:, None], input_precision="ieee")
+    return acc, total, new_max
 
 
 @triton.jit
@@ -202,41 +201,41 @@ def attend(
     # Why not tl.zeros: in Triton 3.7, which torch 2.13 for CUDA requires, it does not accept `A.m`.
     acc = tl.full([A.m, A.dim], 0, tl.float32)
     total = tl.full([A.m, A.n] if SUM_LAST else [A.m], 0, tl.float32)
-    high = tl.full([A.m], MIN_SCORE, tl.float32)
+    row_max = tl.full([A.m], MIN_SCORE, tl.float32)
     for masked in tl.static_range(1 if A.window > 0 or A.all_masked else 0, 2):
         blocks = tile_blocks(table, start, end, CACHE.block_size, A.n)
         for first in range(start, end if masked == 1 else full_end, A.n):
-            acc, total, high = attend_tile(
-                q, acc, total, high, k_cache, v_cache, blocks, positions, first, low, end, k_scale,
-                CACHE, A, masked == 1,
+            acc, total, row_max = attend_tile(
+                q, acc, total, row_max, k_cache, v_cache, blocks, positions, first, low, end,
+                k_scale, CACHE, A, masked == 1,
             )  # fmt: skip
             blocks = tile_blocks(table, first + A.n, end, CACHE.block_size, A.n)
         start = tl.maximum(start, full_end)
     if SUM_LAST:
         total = tl.sum(total, 1)
-    return acc, total, high
+    return acc, total, row_max
 
 
 @triton.jit
-def sink_share(places, inside, high):
+def sink_share(pointers, inside, row_max):
     """The sinks' contribution to sums of 2 ** (score - high). It is clamped so that the result is 0
     if a sink is far above all scores."""
     LOG2_E: tl.constexpr = 1.4426950408889634
-    sink = tl.load(places, mask=inside, other=0.0).to(tl.float32)
-    return tl.exp2(tl.minimum(sink * LOG2_E - high, 126.0))
+    sink = tl.load(pointers, mask=inside, other=0.0).to(tl.float32)
+    return tl.exp2(tl.minimum(sink * LOG2_E - row_max, 126.0))
 
 
 @triton.jit
 def queries_of_tile(query_start_loc, tile, num_decodes, num_prefills, TILE_TOKENS: tl.constexpr):
-    """Finds a query tile's prefill sequence, where its queries start, how many there are, and how
-    many of them precede the tile.
+    """Finds the prefill sequence of a query tile. Returns the sequence, the start of its queries,
+    their number, and the number of them before the tile.
 
     Sequence i starts at tile `query_start // TILE_TOKENS + i`. This leaves enough tiles for any
     lengths, in closed form, without a prefix sum or a host sync. Surplus tiles are past their
     sequence's end and exit.
 
-    Source: the query-block search of vLLM's Triton backend; here one vector count replaces the
-    bisection, whose loads depend on each other.
+    Source: vLLM's Triton backend, which searches by bisection, whose loads depend on each other;
+    here one vector of comparisons is summed.
     """
     SEARCH: tl.constexpr = 256
     before = 0
@@ -267,8 +266,8 @@ def load_queries(q, kv_head, query_start, query_len, tile_start, A: tl.constexpr
     mask = inside[:, None] & (dims < A.head_dim)
     token_rows = (query_start + tokens).to(tl.int64)
     heads = kv_head * A.group + rows % A.group
-    place = token_rows[:, None] * A.q_token + (heads[:, None] * A.q_head + dims)
-    query = tl.load(q + place, mask=mask, other=0.0)
+    offsets = token_rows[:, None] * A.q_token + (heads[:, None] * A.q_head + dims)
+    query = tl.load(q + offsets, mask=mask, other=0.0)
     return query, tokens, token_rows, heads, inside, dims, mask
 
 
@@ -283,8 +282,8 @@ def varlen_kernel(
 ):  # fmt: skip
     """Attention of one tile of queries of one sequence, for one KV head. Grid: [tiles, K].
 
-    Serves prompts, chunks with a context before them and draft verification alike: query token i of
-    a sequence is at position seq_len - query_len + i and sees the keys up to there.
+    For prompts, chunks after a context, and draft verification: query token i of a sequence is at
+    position seq_len - query_len + i, and sees the keys up to this position.
     """
     TILE_TOKENS: tl.constexpr = A.m // A.group
     # Why in reverse: the last tiles of a prompt see the most keys, so they start first and don't
@@ -304,29 +303,29 @@ def varlen_kernel(
         low = 0
         if A.window > 0:
             low = tl.maximum(first_position - A.window + 1, 0)
-        acc, total, high = attend(
+        acc, total, row_max = attend(
             query, k_cache + kv_head * CACHE.k_head, v_cache + kv_head * CACHE.v_head,
             block_tables + seq.to(tl.int64) * table_stride, context + tokens,
             low // A.n * A.n, low, (first_position + 1) // A.n * A.n, end, k_scale,
             CACHE, A, False,
         )  # fmt: skip
         if A.sinks:
-            total += sink_share(sinks + heads, inside, high)
-        # Why: a decode that pads the batch of a graph has no keys, and its result is 0.
+            total += sink_share(sinks + heads, inside, row_max)
+        # Why: padding of a graph's batch has no keys; its result is 0.
         result = acc / tl.where(total > 0.0, total, 1.0)[:, None]
         if v_cache.dtype.element_ty != q.dtype.element_ty:
             result = result * v_scale
-        place = token_rows[:, None] * A.o_token + (heads[:, None] * A.o_head + dims)
-        tl.store(out + place, result.to(out.dtype.element_ty), mask=mask)
+        offsets = token_rows[:, None] * A.o_token + (heads[:, None] * A.o_head + dims)
+        tl.store(out + offsets, result.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def split_keys(seq_len, max_splits, A: tl.constexpr):
-    """How the keys that a sequence's last token sees are split.
+    """Computes the splits of the keys that a sequence's last token sees.
 
-    A split has A.split tokens, or a multiple if `max_splits` splits would not hold all. The size
-    depends only on this sequence's length, so its sums are cut at the same places in any batch, and
-    the buffers of partial results stay small at any length. Splits start at position 0; with a
+    A split has A.split tokens, or a multiple if more than `max_splits` splits would be needed. The
+    size depends only on this sequence's length, so the order of its sums is the same in any batch,
+    and the buffers of partial results are small at any length. Splits start at position 0; with a
     window the first and the last may be cut, so there may be one more.
 
     Returns:
@@ -353,21 +352,21 @@ def combine(
     dims = tl.arange(0, A.dim)
     acc = tl.full([A.dim], 0, tl.float32)
     total = tl.full([], 0, tl.float32)
-    high = total + MIN_SCORE
+    row_max = total + MIN_SCORE
     for first in range(0, num_splits, STEP):
         splits = first + tl.arange(0, STEP)
         lse = tl.load(part_lse + part + splits, mask=splits < num_splits, other=float("-inf"))
         mask = (splits < num_splits)[:, None] & (dims < A.head_dim)[None, :]
         rows = part_out + (part + splits)[:, None] * A.head_dim + dims[None, :]
         values = tl.load(rows, mask=mask, other=0.0)
-        new_high = tl.maximum(high, tl.max(lse, 0))
-        weights = tl.exp2(lse - new_high)
-        shrink = tl.exp2(high - new_high)
-        total = total * shrink + tl.sum(weights, 0)
-        acc = acc * shrink + tl.sum(weights[:, None] * values, 0)
-        high = new_high
+        new_max = tl.maximum(row_max, tl.max(lse, 0))
+        weights = tl.exp2(lse - new_max)
+        rescale = tl.exp2(row_max - new_max)
+        total = total * rescale + tl.sum(weights, 0)
+        acc = acc * rescale + tl.sum(weights[:, None] * values, 0)
+        row_max = new_max
     if A.sinks:
-        total += sink_share(sink, True, high)
+        total += sink_share(sink, True, row_max)
     tl.store(out_row + dims, (acc / total).to(out_row.dtype.element_ty), mask=dims < A.head_dim)
 
 
@@ -393,7 +392,7 @@ def decode_kernel(
     kv_head, seq = tl.program_id(0) % A.kv_heads, tl.program_id(0) // A.kv_heads
     seq_len = tl.load(seq_lens + seq)
     low, size, first_split, num_splits = split_keys(seq_len, A.max_splits, A)
-    num_splits = tl.maximum(num_splits, 1)  # Why: a row without tokens gives zeros.
+    num_splits = tl.maximum(num_splits, 1)  # a padding row without tokens writes zeros
     # Why: launches are sized for the longest possible sequence; surplus programs exit at once.
     programs = tl.minimum(tl.num_programs(1), num_splits)
     if tl.program_id(1) < programs:
@@ -414,41 +413,42 @@ def decode_kernel(
         for split in range(tl.program_id(1), num_splits, programs):
             split_start = (first_split + split) * size
             end = tl.minimum(split_start + size, seq_len)
-            acc, total, high = attend(
+            acc, total, row_max = attend(
                 query, k_cache + kv_head * CACHE.k_head, v_cache + kv_head * CACHE.v_head,
                 block_tables + seq.to(tl.int64) * table_stride, positions,
                 tl.maximum(split_start, low // A.n * A.n), low, end // A.n * A.n, end, k_scale,
                 CACHE, A, True,
             )  # fmt: skip
-            whole = total
+            denominator = total
             if A.sinks:  # noqa: SIM102
                 if num_splits == 1:
-                    whole += sink_share(sinks + heads, rows < A.group, high)
-            result = acc / tl.where(whole > 0.0, whole, 1.0)[:, None]
+                    denominator += sink_share(sinks + heads, rows < A.group, row_max)
+            result = acc / tl.where(denominator > 0.0, denominator, 1.0)[:, None]
             if v_cache.dtype.element_ty != q.dtype.element_ty:
                 result = result * v_scale
             if num_splits == 1:
-                place = out_row + (heads[:, None] * A.o_head + dims)
-                tl.store(place, result.to(out.dtype.element_ty), mask=mask)
+                pointers = out_row + (heads[:, None] * A.o_head + dims)
+                tl.store(pointers, result.to(out.dtype.element_ty), mask=mask)
             else:
                 part = (part_row + heads) * max_splits + split
-                tl.store(part_lse + part, high + tl.log2(total), mask=rows < A.group)
+                tl.store(part_lse + part, row_max + tl.log2(total), mask=rows < A.group)
                 tl.store(part_out + part[:, None] * A.head_dim + dims, result, mask=mask)
 
 
 @triton.jit(
-    do_not_specialize=["most_splits", "max_splits"],
+    do_not_specialize=["split_limit", "max_splits"],
     do_not_specialize_on_alignment=["sinks", "seq_lens"],
 )
 def merge_kernel(
-    out, part_out, part_lse, sinks, seq_lens, most_splits, max_splits, A: tl.constexpr
+    out, part_out, part_lse, sinks, seq_lens, split_limit, max_splits, A: tl.constexpr
 ):  # fmt: skip
     """Adds the splits of one head of one decode, if there are several. Grid: [S, H].
 
-    most_splits: determines the sizes of splits; max_splits: the size of the buffers.
+    split_limit: the maximum number of splits, which determines their size. max_splits: the size of
+    the buffers.
     """
     seq, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    _, _, _, num_splits = split_keys(tl.load(seq_lens + seq), most_splits, A)
+    _, _, _, num_splits = split_keys(tl.load(seq_lens + seq), split_limit, A)
     if num_splits > 1:
         part = (seq * tl.num_programs(1) + head) * max_splits
         row = out + seq * A.o_token + head * A.o_head

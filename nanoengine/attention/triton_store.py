@@ -1,9 +1,9 @@
 """The Triton kernel that writes the paged KV cache.
 
 `rotate_store_kernel` reads the fused projection, applies norm and RoPE to query and key heads, and
-stores keys and values. Only `attention/triton.py` calls it. An fp8 cache holds element * factor,
-rounded to nearest, where the factor is one over the layer's scale; `attention/kv_quantization.py`
-is the readable form in plain torch.
+stores keys and values. Called only by `attention/triton.py`. An fp8 cache contains element *
+factor, rounded to nearest, where the factor is one over the layer's scale;
+`attention/kv_quantization.py` is the reference implementation.
 
 It has been run in Triton's interpreter and compiled to machine code ahead of time; it has not run
 on a GPU yet.
@@ -28,10 +28,10 @@ def to_cache(x, cache, factor):
 
 
 @triton.jit
-def norm_half(half, shrink, weight, heads, mask):
+def norm_half(half, rstd, weight, heads, mask):
     """Returns one half of normed heads, rounded as the weight's dtype requires: see
     `attention/base.py`."""
-    half = (half * shrink).to(weight.dtype.element_ty).to(tl.float32)
+    half = (half * rstd).to(weight.dtype.element_ty).to(tl.float32)
     half = half * tl.load(weight, mask=mask, other=0.0).to(tl.float32)
     return half.to(heads.dtype.element_ty).to(tl.float32)
 
@@ -59,18 +59,18 @@ def rotate_store_kernel(
     rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)[:, None]
     dims = tl.arange(0, HALF)[None, :]
     inside = dims < HEAD_DIM // 2
-    turned = rows < NUM_HEADS + NUM_KV_HEADS
+    has_rope = rows < NUM_HEADS + NUM_KV_HEADS
     mask = inside & (rows < NUM_HEADS + 2 * NUM_KV_HEADS)
-    place = heads + token * TOKEN + (rows * HEAD + dims)
-    raw_first = tl.load(place, mask=mask, other=0.0)
-    raw_second = tl.load(place + HEAD_DIM // 2, mask=mask, other=0.0)
+    pointers = heads + token * TOKEN + (rows * HEAD + dims)
+    raw_first = tl.load(pointers, mask=mask, other=0.0)
+    raw_second = tl.load(pointers + HEAD_DIM // 2, mask=mask, other=0.0)
     first, second = raw_first.to(tl.float32), raw_second.to(tl.float32)
     if NORM:
         squares = tl.sum(first * first, 1) + tl.sum(second * second, 1)
-        shrink = tl.rsqrt(squares / HEAD_DIM + EPS)[:, None]
+        rstd = tl.rsqrt(squares / HEAD_DIM + EPS)[:, None]
         weights = weight + (rows * HEAD_DIM + dims)
-        first = norm_half(first, shrink, weights, heads, inside & turned)
-        second = norm_half(second, shrink, weights + HEAD_DIM // 2, heads, inside & turned)
+        first = norm_half(first, rstd, weights, heads, inside & has_rope)
+        second = norm_half(second, rstd, weights + HEAD_DIM // 2, heads, inside & has_rope)
     cosine = tl.load(cos + token * COS_TOKEN + dims, mask=inside, other=0.0).to(tl.float32)
     sine = tl.load(sin + token * SIN_TOKEN + dims, mask=inside, other=0.0).to(tl.float32)
     new_first = (first * cosine - second * sine).to(out.dtype.element_ty)
@@ -81,7 +81,7 @@ def rotate_store_kernel(
     tl.store(target, new_first, mask=inside & is_query)
     tl.store(target + HEAD_DIM // 2, new_second, mask=inside & is_query)
 
-    is_key = turned & (rows >= NUM_HEADS)
+    is_key = has_rope & (rows >= NUM_HEADS)
     target = k_cache + block * CACHE.k_block + offset * CACHE.k_token
     target += (rows - NUM_HEADS) * CACHE.k_head + dims
     tl.store(target, to_cache(new_first, k_cache, k_factor), mask=inside & is_key)

@@ -1,4 +1,4 @@
-"""compare: how much a model's next-token distributions differ from a reference's.
+"""compare: how much the next-token distributions of two models differ.
 
     REFERENCE ── logits [T, V] ──┐
                                  ├── KL, same best token, perplexity, worst positions
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 WORST = 5
 """Number of positions with the largest KL that are shown."""
 LOSSY = 0.01
-"""A form with a larger mean KL [nats] is called lossy."""
+"""A model with a larger mean KL [nats] is called lossy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,7 +138,7 @@ def main(args: CompareArgs) -> None:
         prompts = list(_prompts(args.texts))
         texts = [ids for one in prompts if len(ids := _tokens(reference, one, args)) > 1]
         if not texts:
-            raise ConfigError("no text has two tokens: there is nothing to compare")
+            raise ConfigError("no text has two or more tokens: there is nothing to compare")
         answers = _answers(reference, texts, args.answer_tokens)
         print(_line(COLUMNS, "model"))
         for name in args.models:
@@ -236,7 +236,7 @@ def _logits(llm: LLM, ids: list[int]) -> torch.Tensor:
     """The logits after each token except the last, [T - 1, V], as the engine scores a prompt."""
     import torch
 
-    from nanoengine.observe.hooks import Taps
+    from nanoengine.observe.hooks import Hooks
     from nanoengine.runner.sampling import logprobs
     from nanoengine.settings.params import SamplingParams
 
@@ -246,14 +246,14 @@ def _logits(llm: LLM, ids: list[int]) -> torch.Tensor:
         found.append(logits.cpu().clone())
         return call(logits, *more)
 
-    taps = Taps((logprobs, "token_logprobs", keep))
+    hooks = Hooks((logprobs, "token_logprobs", keep))
     try:
         params = SamplingParams(max_tokens=0, prompt_logprobs=0, detokenize=False)
         llm.generate({"prompt_token_ids": ids}, params, use_tqdm=False)
     finally:
-        taps.remove()
+        hooks.remove()
     if sum(map(len, found)) != len(ids) - 1:
-        raise ConfigError("logits are computed in other processes: leave tensor_parallel_size out")
+        raise ConfigError("compare does not support tensor_parallel_size: remove it")
     return torch.cat(found)
 
 
@@ -286,7 +286,7 @@ def _worst(figures: dict[str, Any], texts: list[list[int]], llm: LLM) -> str:
     lines = [f"\n{figures['model']}: {figures['positions']:,} positions; the largest KL"]
     for one in figures["worst"]:
         before = decode(texts[one["text"]][: one["position"] + 1])[-40:]
-        best, other = (repr(decode([one["best"][whose]])) for whose in ("reference", "model"))
+        best, other = (repr(decode([one["best"][name]])) for name in ("reference", "model"))
         best = best if best == other else f"{other} instead of {best}"
         lines.append(f"  {one['kl']:8.3f}  text {one['text'] + 1}, after {before!r}: {best}")
     return "\n".join(lines)

@@ -208,8 +208,8 @@ class NanoEngineLM(TemplateLM):
         max_tokens, stop = given.pop("max_gen_toks"), filter(None, given.pop("until", []))
         if max_tokens >= self.max_length:
             raise RequestError(
-                f"max_gen_toks={max_tokens} leaves no room for a prompt: it must be below"
-                f" max_length={self.max_length}"
+                f"max_gen_toks={max_tokens} must be below max_length={self.max_length}, because the"
+                " prompt needs at least one token"
             )
         try:
             return SamplingParams(max_tokens=max_tokens, stop=list(stop), **given)

@@ -194,13 +194,13 @@ def _add(
 ) -> None:
     """Queues one item; with a cap, only the executor knows its length."""
     ids, length = list(item.prompt_token_ids), item.max_tokens
-    asked, hidden = max(cap or 0, length), cap is not None
+    max_tokens, hidden = max(cap or 0, length), cap is not None
     if hidden:
         executor.lengths[number] = len(ids) + length
-    params = SamplingParams(max_tokens=asked, ignore_eos=not hidden, temperature=0)
+    params = SamplingParams(max_tokens=max_tokens, ignore_eos=not hidden, temperature=0)
     request = Request(str(number), ids, params, arrival=number, arrival_time=time.perf_counter())
     request.stop_ids = {STOP: None} if hidden else {}
-    request.max_num_tokens = len(ids) + asked
+    request.max_num_tokens = len(ids) + max_tokens
     scheduler.add(request)
 
 
@@ -253,13 +253,13 @@ def load_time_model(path: Path) -> TimeModel:
 
 TABLE = """\
 requests        {r.requests:,}, {r.failed:,} of them too large for the pool
-steps           {r.steps:,}, {r.mean_batch:.1f} sequences in the mean, {r.max_batch} at most
+steps           {r.steps:,}, {r.mean_batch:.1f} sequences on average, {r.max_batch} at most
 tokens          {r.prefill_tokens:,} prefilled, {r.output_tokens:,} generated
 preemptions     {r.preemptions:,}
-prefill waste   {r.prefill_waste_frac:.1%}: {r.recomputed_tokens:,} tokens again
+prefill waste   {r.prefill_waste_frac:.1%}: {r.recomputed_tokens:,} tokens recomputed
 prefix cache    {r.hit_rate:.1%} of the tokens looked up
-blocks          {r.mean_blocks:,.0f} in use in the mean, {r.peak_blocks:,} at most, of {usable}
-empty slots     {r.mean_waste_slots:,.0f} in the mean, {r.peak_waste_slots:,} at most
+blocks          {r.mean_blocks:,.0f} in use on average, {r.peak_blocks:,} at most, of {usable}
+empty slots     {r.mean_waste_slots:,.0f} on average, {r.peak_waste_slots:,} at most
 estimated       {estimated}
 simulated in    {r.wall_s:.2f} s"""
 

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from nanoengine.bench.workload import WorkItem, WorkOptions, fit, shifted
+from nanoengine.bench.workload import WorkItem, WorkOptions, fit, shift_ids
 from nanoengine.errors import ConfigError, NanoEngineError
 from nanoengine.observe.metrics import Metrics, StepRecord, percentiles, step_seconds, summarize
 from nanoengine.runner.memory import total_cpu_bytes
@@ -67,13 +67,13 @@ def measure(
     llm: LLM,
     name: str,
     options: WorkOptions,
-    beside: Callable[[list[WorkItem]], object] | None = None,
+    also_run: Callable[[list[WorkItem]], object] | None = None,
 ) -> Measured:
     """Warms up, runs the rounds, and sums them up.
 
     Args:
         name: name of the model, for the report.
-        beside: also runs the items of each round, after the engine, so that both alternate.
+        also_run: runs the items of each round in another engine, after this one.
 
     Raises:
         ConfigError: the workload can't be read, or does not fit the model.
@@ -88,10 +88,10 @@ def measure(
     warmup_s, metrics, rounds = time.perf_counter() - start, Metrics(), []
     llm.engine.observers.append(metrics)
     for number in range(options.rounds):
-        work = shifted(items, number, info.vocab_size)
+        work = shift_ids(items, number, info.vocab_size)
         rounds.append(timed_round(llm, metrics, work, temperature))
-        if beside is not None:
-            beside(work)
+        if also_run is not None:
+            also_run(work)
     llm.engine.observers.remove(metrics)
     about = {"dataset": options.dataset, "seed": llm.config.seed, "temperature": temperature}
     report = {
@@ -121,7 +121,7 @@ def warm_up(llm: LLM, items: SequenceOf[WorkItem], temperature: float) -> None:
 
 def warm_up_items(items: SequenceOf[WorkItem], vocab_size: int) -> list[WorkItem]:
     """A few short requests with other ids, so that timed prompts have no prefix cache hits."""
-    return shifted([WorkItem(ids, min(length, 8)) for ids, length in items[:16]], -1, vocab_size)
+    return shift_ids([WorkItem(ids, min(length, 8)) for ids, length in items[:16]], -1, vocab_size)
 
 
 def params_of(item: WorkItem, temperature: float, seed: int | None = None) -> SamplingParams:
@@ -142,7 +142,7 @@ def generate(llm: LLM, items: SequenceOf[WorkItem], temperature: float) -> Seque
         got = len(output.outputs[0].token_ids) if output.outputs else 0
         if got != item.max_tokens:
             raise NanoEngineError(
-                f"request {output.request_id} gave {got} tokens in the place of {item.max_tokens}"
+                f"request {output.request_id} generated {got} tokens instead of {item.max_tokens}"
             )
     return outputs
 
@@ -240,8 +240,8 @@ def heading(device: str) -> dict[str, Any]:
 def hardware(device: torch.device) -> dict[str, Any]:
     """The hardware: processor, cores, threads, memory, and the GPU if it is used."""
     info = Path("/proc/cpuinfo")
-    told = info.read_text(encoding="utf-8") if info.exists() else ""
-    name = re.search(r"^model name\s*: (.*)$", told, re.MULTILINE)
+    text = info.read_text(encoding="utf-8") if info.exists() else ""
+    name = re.search(r"^model name\s*: (.*)$", text, re.MULTILINE)
     found: dict[str, Any] = {
         "cpu": name[1] if name else platform.processor() or platform.machine(),
         "cores": os.cpu_count(),
@@ -257,7 +257,7 @@ def hardware(device: torch.device) -> dict[str, Any]:
 def require_directory(path: Path | None, option: str) -> None:
     """Raises ConfigError before a run if its report can't be written."""
     if path is not None and not path.absolute().parent.is_dir():
-        raise ConfigError(f"{option}={str(path)!r} lies in a directory that does not exist")
+        raise ConfigError(f"{option}={str(path)!r} is in a directory that does not exist")
 
 
 def write(report: dict[str, Any], path: Path) -> None:
@@ -281,15 +281,15 @@ throughput      {output_tokens_per_s:,.1f} output tok/s   {total_tokens_per_s:,.
 seconds         {seconds} (the median round is reported)
 prefill         {prefill}
 decode          {decode}
-batch           {mean_batch:.1f} sequences a step in the mean, {max_batch} at most, {steps:,} steps
-prefill waste   {prefill_waste_frac:.1%} computed again after {preemptions} preemptions
+batch           {mean_batch:.1f} sequences per step on average, {max_batch} at most, {steps:,} steps
+prefill waste   {prefill_waste_frac:.1%} recomputed after {preemptions} preemptions
 prefix cache    {hit_rate:.1%} of {cache_queried_tokens:,} tokens looked up
 {drafts}time            {time}
 {more}
 latency [ms]             p50         p90         p99
 {latency}"""
 DRAFTS = """\
-drafts          {drafted_tokens:,} tokens, {right:.1%} of them right: {saved_steps:,} steps saved
+drafts          {drafted_tokens:,} tokens, {accepted:.1%} accepted: {saved_steps:,} steps saved
 """
 PHASE = "{tokens:>11,} tokens {seconds:>9.2f} s {tokens_per_s:>11,.1f} tok/s"
 
@@ -309,7 +309,7 @@ def format_report(report: dict[str, Any], more: str = "") -> str:
         "seconds": "  ".join(f"{seconds:.2f}" for seconds in report["seconds"]),
         "prefill": PHASE.format(**report["prefill"]),
         "decode": PHASE.format(**report["decode"]),
-        "right": ratio(count["accepted_tokens"], count["drafted_tokens"]),
+        "accepted": ratio(count["accepted_tokens"], count["drafted_tokens"]),
         "time": textwrap.fill(", ".join(shares), 84, subsequent_indent=" " * 16),
         "latency": "\n".join(
             f"{what:<16}" + "".join(f"{1e3 * seconds:12,.1f}" for seconds in found)

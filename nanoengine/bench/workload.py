@@ -150,7 +150,7 @@ def file_workload(path: Path, scale: Scale, seed: int, encode: Encode) -> Iterat
     inference traces; its ids are drawn.
 
     Raises:
-        ConfigError: a row has another form.
+        ConfigError: a row can't be used.
     """
     draw = random.Random(seed)
 
@@ -216,7 +216,7 @@ def fit(
     return fitted, notes
 
 
-def shifted(items: SequenceOf[WorkItem], by: int, vocab_size: int) -> list[WorkItem]:
+def shift_ids(items: SequenceOf[WorkItem], by: int, vocab_size: int) -> list[WorkItem]:
     """The same workload with other ids, so that a round has no prefix cache hits from earlier ones.
 
     >>> shifted([WorkItem((0, 9), 1)], 1, 10)

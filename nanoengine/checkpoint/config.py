@@ -1,8 +1,8 @@
-"""ModelConfig: a checkpoint's config.json in normalised form.
+"""ModelConfig: the config.json of a checkpoint in normalised form.
 
-`load_model_config` reads the format of transformers 4 (rope_theta, rope_scaling, torch_dtype) and
-of transformers 5 (rope_parameters, dtype, layer_types) into equal values. A key that changes the
-computation and is not implemented is rejected, with its name and value, so a model that runs is
+`load_model_config` reads the formats of transformers 4 (rope_theta, rope_scaling, torch_dtype) and
+transformers 5 (rope_parameters, dtype, layer_types) into equal values. A key that changes the
+computation and is not implemented raises an error with its name and value, so a model that loads is
 computed as its config says. Differences between families are in `families/`. Called when an engine
 starts; uses plain json, neither torch nor transformers.
 """
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 from nanoengine.checkpoint import families
-from nanoengine.checkpoint.config_reader import MOST_POSITIONS, ConfigReader, Json, checked
+from nanoengine.checkpoint.config_reader import MAX_POSITIONS, ConfigReader, Json, check_values
 from nanoengine.checkpoint.families import FAMILIES, TEXT_PARTS, Family, every_family
 from nanoengine.checkpoint.layer_config import (
     ATTENTION,
@@ -43,15 +43,15 @@ GENERATION_DEFAULTS = "temperature", "top_k", "top_p", "min_p", "repetition_pena
 """Fields of SamplingParams that generation_config.json may set. Source: vLLM's `ModelConfig`."""
 
 
-OWN_NAMES = {"exaone": "ExaoneForCausalLM"}
-"""`model_type` -> the architecture whose tensor names a checkpoint has, if its `architectures`
-names another class."""
+ARCHITECTURE_OVERRIDES = {"exaone": "ExaoneForCausalLM"}
+"""`model_type` -> the architecture whose tensor names the checkpoint has, for checkpoints whose
+`architectures` names another class."""
 
-VISION = (
+VISION_TENSORS = (
     r"(model\.)?(vision_tower|multi_modal_projector|visual|audio_tower|embed_vision|embed_audio"
     r"|vision_embedder)\."
 )
-"""Matches the start of names of multimodal tensors that the text part does not use."""
+"""Regular expression of prefixes of multimodal tensors, which the text part does not use."""
 
 
 class UnknownArchitectureError(UnsupportedModelError):
@@ -60,25 +60,26 @@ class UnknownArchitectureError(UnsupportedModelError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """What a checkpoint computes. Fields have Hugging Face's names where one exists.
+    """What a model computes. Fields have the names of transformers' configs where one exists.
 
     Attributes:
-        architecture: a key of `every_family`.
-        max_position_embeddings: longest context [tokens], including an extension by yarn.
+        architecture: the entry of `every_family` that describes the model.
+        max_position_embeddings: longest context [tokens], including an extension by YaRN.
         rms_norm_eps: epsilon of all norms, also of LayerNorm.
         plan: what the layers compute.
-        ropes: per layer its RoPE parameters; None: no RoPE.
-        sliding_windows: per layer None, or w: a token sees itself and the w - 1 tokens before it.
+        ropes: RoPE parameters per layer; None: the layer has no RoPE.
+        sliding_windows: per layer None, or w: a token attends to itself and the w - 1 tokens before
+            it.
         states: the recurrent layers, if there are any.
         moe: the mixture of experts, if there is one.
-        tensor_names: parts of our tensors' names -> their names in the checkpoint.
-        ignored_tensors: regular expression that matches the start of names of ignored tensors (for
-            images, or drafts); "": there are none.
+        tensor_names: parts of our tensor names -> their names in the checkpoint.
+        ignored_tensors: regular expression of prefixes of tensors that are not loaded, such as
+            tensors for images or MTP; "": all tensors are loaded.
         dtype: dtype of the stored weights, as torch names it.
         quantization: how linear layers are stored, if they are quantized.
-        ends: the sources of EOS tokens (a file or a key), each with a token id.
+        eos_sources: pairs of the source of an EOS token (a file or a key) and the token id.
         generation_defaults: sampling settings that the authors recommend.
-        headless: the checkpoint has no language head: it is an embedding model or a classifier.
+        headless: the checkpoint has no language head; it is an embedding model or a classifier.
         model_impl: whose modules compute the model.
     """
 
@@ -102,33 +103,33 @@ class ModelConfig:
     ignored_tensors: str = ""
     dtype: str = "float32"
     quantization: StoredQuantization | None = None
-    ends: tuple[tuple[str, int | None], ...] = ()
+    eos_sources: tuple[tuple[str, int | None], ...] = ()
     generation_defaults: dict[str, float] = field(default_factory=dict)
     headless: bool = False
     model_impl: Literal["native", "transformers"] = "native"
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """The EOS token ids: the ids of `ends` that are in the vocabulary."""
-        return tuple(dict.fromkeys(i for _, i in self.ends if i in range(self.vocab_size)))
+        """The EOS token ids: the ids of `eos_sources` that are in the vocabulary."""
+        return tuple(dict.fromkeys(i for _, i in self.eos_sources if i in range(self.vocab_size)))
 
     @property
-    def attending(self) -> tuple[int, ...]:
+    def attention_layers(self) -> tuple[int, ...]:
         """The layers with attention."""
         if self.plan.layers_block_type is not None:
             return tuple(n for n, kind in enumerate(self.plan.layers_block_type) if kind == FULL)
-        aside = self.states.layers if self.states and self.plan.falcon_h1 is None else ()
-        return tuple(n for n in range(self.num_hidden_layers) if n not in aside)
+        recurrent = self.states.layers if self.states and self.plan.falcon_h1 is None else ()
+        return tuple(n for n in range(self.num_hidden_layers) if n not in recurrent)
 
     @property
     def largest_head(self) -> int:
         """The largest head dim of all layers."""
-        varied = self.plan.gemma4
-        return self.head_dim if varied is None else max(size for size, _ in varied.shapes)
+        gemma4 = self.plan.gemma4
+        return self.head_dim if gemma4 is None else max(size for size, _ in gemma4.shapes)
 
     @property
     def linear_inputs(self) -> dict[str, int]:
-        """Input sizes of the output projections and MLPs, by config key."""
+        """Config key -> input size of the linear layers that have it."""
         sizes = {"hidden_size": self.hidden_size, "intermediate_size": self.intermediate_size}
         if self.moe is not None:
             sizes["moe_intermediate_size"] = self.moe.intermediate_size
@@ -136,7 +137,8 @@ class ModelConfig:
 
 
 def load_model_config(directory: str | Path, *, model_impl: str = "auto") -> ModelConfig:
-    """Reads `config.json` and, if there is one, `generation_config.json`; or a GGUF file's keys.
+    """Reads `config.json` and, if it exists, `generation_config.json`; or the metadata of a GGUF
+    file.
 
     Args:
         model_impl: "transformers": its modules compute the model; "auto": only if no family here
@@ -144,9 +146,10 @@ def load_model_config(directory: str | Path, *, model_impl: str = "auto") -> Mod
 
     Raises:
         ConfigError: `directory` has no config.json.
-        ModelError: a file has no JSON object, or is not a regular file.
-        UnsupportedModelError: the architecture, a key that changes the computation, or an
-            impossible value; the message names file, key, value and what is allowed.
+        ModelError: a file does not contain a JSON object, or is not a regular file.
+        UnsupportedModelError: the architecture or a key that changes the computation is not
+            supported, or a value is impossible; the message has file, key, value and what is
+            allowed.
     """
     directory = Path(directory)
     if is_gguf(directory):
@@ -154,7 +157,7 @@ def load_model_config(directory: str | Path, *, model_impl: str = "auto") -> Mod
 
         return read_config(directory, parse_model_config)
     if not os.path.lexists(directory / "config.json"):
-        raise ConfigError(f"model={str(directory)!r} is no checkpoint: it has no config.json")
+        raise ConfigError(f"model={str(directory)!r} is not a checkpoint: it has no config.json")
     raw = read_object(directory / "config.json", ModelError)
     generation_path = directory / "generation_config.json"
     found = os.path.lexists(generation_path)
@@ -173,7 +176,7 @@ def load_model_config(directory: str | Path, *, model_impl: str = "auto") -> Mod
     return ModelConfig(
         architecture=str(named[0] if named else raw.get("model_type")),
         dtype=_dtype(keys),
-        ends=tuple(_ends(keys, generation)),
+        eos_sources=tuple(_eos_sources(keys, generation)),
         generation_defaults=_generation_defaults(generation),
         model_impl="transformers",
         **sizes_of(directory),
@@ -183,11 +186,11 @@ def load_model_config(directory: str | Path, *, model_impl: str = "auto") -> Mod
 def parse_model_config(
     raw: Json, generation: Json | None = None, make_keys: Callable[..., ConfigReader] = ConfigReader
 ) -> ModelConfig:
-    """Normalises a parsed config.json, which `make_keys` reads; see `load_model_config`."""
+    """Normalises a parsed config.json; see `load_model_config`. `make_keys` creates its reader."""
     generation, (raw, architecture, is_part) = generation or {}, _text_part(raw)
     family = FAMILIES.get(architecture) or every_family()[architecture]
     raw = family.normalize(raw) if family.normalize else raw
-    ignored_tensors = [VISION] if is_part else []
+    ignored_tensors = [VISION_TENSORS] if is_part else []
     ignored_tensors += [family.ignored_tensors] if family.ignored_tensors else []
     model_type = raw["model_type"] if is_part else family.model_type
     keys = make_keys(raw, family.defaults, model_type=model_type)
@@ -200,34 +203,33 @@ def parse_model_config(
     head_dim = keys.head_dim
     if head_dim < 2 or head_dim % 2:
         raise UnsupportedModelError(
-            f"head_dim={head_dim} must be even and at least 2; where config.json has none, it is"
+            f"head_dim={head_dim} must be even and at least 2; if config.json lacks it, it is"
             f" hidden_size={hidden_size} divided by num_attention_heads={heads}"
         )
-    plan = family.plan(keys)
-    if plan.latent is not None:
-        kv_heads, head_dim = 1, plan.latent.size
-        plan = replace(plan, rotary_dim=plan.latent.qk_rope_head_dim)
-    if plan.gemma4 is not None:
-        head_dim, kv_heads = plan.gemma4.widest
-        ignored_tensors += _unused_keys(keys, plan.gemma4.num_shared)
-    if family.partial:
-        turned = read_rotary_dim(keys, head_dim)
-        plan = replace(plan, rotary_dim=None if turned == head_dim else turned)
-    states = _states(family, keys, plan)
+    layer = family.layers(keys)
+    if layer.mla is not None:
+        kv_heads, head_dim = 1, layer.mla.size
+        layer = replace(layer, rotary_dim=layer.mla.qk_rope_head_dim)
+    if layer.gemma4 is not None:
+        head_dim, kv_heads = layer.gemma4.largest_shape
+        ignored_tensors += _unused_kv_tensors(keys, layer.gemma4.num_kv_shared)
+    if family.partial_rotary:
+        rotary_dim = read_rotary_dim(keys, head_dim)
+        layer = replace(layer, rotary_dim=None if rotary_dim == head_dim else rotary_dim)
+    states = _states(family, keys, layer)
     windows = _sliding_windows(architecture, family, keys, states)
     slides = [window is not None for window in windows]
-    if family.bases:
-        full, sliding = read_ropes_by_kind(keys, *family.bases)
+    if family.rope_theta_keys:
+        full, sliding = read_ropes_by_kind(keys, *family.rope_theta_keys)
         ropes: Ropes = tuple(sliding if slide else full for slide in slides)
     else:
-        rope = read_rope(keys, extra=family.rope_extra, partial=family.partial)
+        rope = read_rope(keys, extra=family.rope_extra, partial=family.partial_rotary)
         ropes = tuple(
             replace(rope, theta=float(base)) if base > 1 else rope if base else None
             for base in family.rope_layers(keys, slides)
         )
-    named = raw.get("architectures") or [architecture]
-    headless = not is_part and architecture not in named
-    # Why tied: then no head is allocated.
+    headless = not is_part and architecture not in (raw.get("architectures") or [architecture])
+    # Why tied if headless: then no head is allocated.
     tied = keys.get("tie_word_embeddings") or headless
     vocab_size = keys.require("vocab_size")
     config = ModelConfig(
@@ -242,35 +244,34 @@ def parse_model_config(
         max_position_embeddings=_longest_context(keys, ropes),
         rms_norm_eps=keys.get(family.norm_eps),
         tie_word_embeddings=tied,
-        plan=plan,
+        plan=layer,
         ropes=ropes,
         sliding_windows=windows,
         states=states,
         moe=family.moe(keys) if family.moe else None,
         tensor_names=family.names(keys) if callable(family.names) else family.names,
-        ignored_tensors="|".join(ignored_tensors) or _drafting_layers(keys),
+        ignored_tensors="|".join(ignored_tensors) or _mtp_tensors(keys),
         dtype=_dtype(keys),
-        quantization=_quantization(keys, family, plan, is_part=is_part, tied=tied),
-        ends=tuple(_ends(keys, generation)),
+        quantization=_quantization(keys, family, layer, is_part=is_part, tied=tied),
+        eos_sources=tuple(_eos_sources(keys, generation)),
         generation_defaults=_generation_defaults(generation),
         headless=headless,
     )
     _check_longrope(config)
     keys.reject_unread()
-    if unread := keys.unread():
-        logger.warning(
-            "config.json has keys that are not read: %s", join_names([*map(repr_short, unread)])
-        )
+    if unknown := keys.unknown_keys():
+        names = join_names([*map(repr_short, unknown)])
+        logger.warning("config.json has unknown keys, which are ignored: %s", names)
     return config
 
 
 def _text_part(raw: Json) -> tuple[Json, str, bool]:
     """Returns the config of the text model, its architecture, and whether it is part of a
-    multimodal one.
+    multimodal model.
 
-    A multimodal config has the text part's keys in `text_config`, and some of them outside.
+    A multimodal config has the keys of the text part in `text_config`, and some of them outside it.
     """
-    given = checked(raw, "config.json")
+    given = check_values(raw, "config.json")
     named = given.get("architectures") or []
     for name in named:
         if name in TEXT_PARTS:
@@ -281,9 +282,9 @@ def _text_part(raw: Json) -> tuple[Json, str, bool]:
                     f"text_config of {name} has model_type={repr_short(kind)}; supported:"
                     f" {', '.join(by_type)}"
                 )
-            outside = {key: given[key] for key in families.OUTSIDE if given.get(key) is not None}
+            outside = {key: given[key] for key in families.OUTER_KEYS if given.get(key) is not None}
             return {**text, **outside}, by_type[kind], True
-    own = OWN_NAMES.get(given.get("model_type") or "")
+    own = ARCHITECTURE_OVERRIDES.get(given.get("model_type") or "")
     if own and len(named) == 1 and named[0].endswith("ForCausalLM"):
         named, raw = [own], {**raw, "architectures": [own]}
     for name in named:
@@ -297,10 +298,10 @@ def _text_part(raw: Json) -> tuple[Json, str, bool]:
     for name in named or [by_type.get(given.get("model_type", ""))]:
         if name in every:
             return raw, name, False
-    from nanoengine.checkpoint.pooling import decoder_of
+    from nanoengine.checkpoint.pooling import find_decoder
 
     for name in named:
-        if (generator := decoder_of(name, every)) is not None:
+        if (generator := find_decoder(name, every)) is not None:
             return raw, generator, False
     what = (
         join_names([*map(repr_short, named)]) or f"model_type={repr_short(given.get('model_type'))}"
@@ -311,15 +312,15 @@ def _text_part(raw: Json) -> tuple[Json, str, bool]:
     )
 
 
-def _states(family: Family, keys: ConfigReader, plan: LayerConfig) -> LinearAttentionConfig | None:
+def _states(family: Family, keys: ConfigReader, layer: LayerConfig) -> LinearAttentionConfig | None:
     states = family.states(keys) if family.states else None
-    alone = len(states.layers) == keys.require("num_hidden_layers") if states else False
-    if plan.layers_block_type is not None:
-        alone = FULL not in plan.layers_block_type
-    if alone and plan.falcon_h1 is None:
+    no_attention = len(states.layers) == keys.require("num_hidden_layers") if states else False
+    if layer.layers_block_type is not None:
+        no_attention = FULL not in layer.layers_block_type
+    if no_attention and layer.falcon_h1 is None:
         raise UnsupportedModelError(
-            "layer_types has no layer with attention, nor has attn_layer_indices; supported: models"
-            " with one and more"
+            "neither layer_types nor attn_layer_indices has a layer with attention; supported:"
+            " models with at least one"
         )
     return states if states is not None and states.layers else None
 
@@ -327,7 +328,8 @@ def _states(family: Family, keys: ConfigReader, plan: LayerConfig) -> LinearAtte
 def _sliding_windows(
     architecture: str, family: Family, keys: ConfigReader, states: LinearAttentionConfig | None
 ) -> tuple[int | None, ...]:
-    """Each family defines which layers have the window; `layer_types` must not contradict it."""
+    """The window of each layer. The family defines which layers have a window, and `layer_types`
+    must not contradict it."""
     num_layers, kinds = keys.require("num_hidden_layers"), keys.get("layer_types")
     if kinds and states is not None:
         kinds = [FULL if n in states.layers else kind for n, kind in enumerate(kinds)]
@@ -339,7 +341,7 @@ def _sliding_windows(
             )
     if kinds and len(kinds) != num_layers:
         raise UnsupportedModelError(
-            f"layer_types has {len(kinds)} entries, num_hidden_layers={num_layers}"
+            f"layer_types has {len(kinds)} entries; it must have num_hidden_layers={num_layers}"
         )
     slides = family.windows(keys, kinds or None, num_layers)
     window = keys.require("sliding_window") if any(slides) else None
@@ -352,20 +354,20 @@ def _sliding_windows(
     return tuple(window if slide else None for slide in slides)
 
 
-def _unused_keys(keys: ConfigReader, num_shared: int) -> list[str]:
-    """Returns patterns of `ignored_tensors`: keys and values of layers that use another layer's."""
+def _unused_kv_tensors(keys: ConfigReader, num_shared: int) -> list[str]:
+    """Patterns of `ignored_tensors` for layers that use the KV cache of another layer."""
     layers = keys.require("num_hidden_layers")
     numbers = "|".join(map(str, range(layers - num_shared, layers)))
     names = rf"[\w.]*layers\.({numbers})\.self_attn\.[kv]_(proj|norm)\."
     return [names] if num_shared else []
 
 
-def _drafting_layers(keys: ConfigReader) -> str:
-    """Matches tensors of layers after the last one, which are for drafts: see
-    `ModelConfig.ignored_tensors`."""
-    first, more = keys.require("num_hidden_layers"), keys.get("num_nextn_predict_layers")
-    numbers = "|".join(str(first + n) for n in range(more))
-    return rf"model\.layers\.({numbers})\." if more else ""
+def _mtp_tensors(keys: ConfigReader) -> str:
+    """Pattern of `ignored_tensors` for the MTP layers (multi-token prediction), which follow the
+    last layer of the model."""
+    first, count = keys.require("num_hidden_layers"), keys.get("num_nextn_predict_layers")
+    numbers = "|".join(str(first + n) for n in range(count))
+    return rf"model\.layers\.({numbers})\." if count else ""
 
 
 def _longest_context(keys: ConfigReader, ropes: Ropes) -> int:
@@ -373,7 +375,7 @@ def _longest_context(keys: ConfigReader, ropes: Ropes) -> int:
     for rope in ropes:
         if rope is not None and rope.type == "yarn":
             extended = int(rope.factor * rope.original_max_position_embeddings)
-            longest = min(max(longest, extended), MOST_POSITIONS)
+            longest = min(max(longest, extended), MAX_POSITIONS)
     return longest
 
 
@@ -384,13 +386,13 @@ def _check_longrope(config: ModelConfig) -> None:
             for name in ("short_factor", "long_factor"):
                 if len(getattr(rope, name)) != pairs:
                     raise UnsupportedModelError(
-                        f"rope type 'longrope' has {len(getattr(rope, name))} numbers in {name};"
-                        f" heads have {pairs} pairs of dimensions to turn"
+                        f"rope type 'longrope' has {len(getattr(rope, name))} entries in {name};"
+                        f" it must have rotary_dim / 2 = {pairs}"
                     )
 
 
 def _quantization(
-    keys: ConfigReader, family: Family, plan: LayerConfig, *, is_part: bool, tied: bool
+    keys: ConfigReader, family: Family, layer: LayerConfig, *, is_part: bool, tied: bool
 ) -> StoredQuantization | None:
     raw = keys.get("quantization_config")
     if not raw:
@@ -401,20 +403,20 @@ def _quantization(
     if stored.format == "mxfp4" and family.model_type != "gpt_oss":
         raise UnsupportedModelError(
             f"quantization_config of mxfp4 is not implemented for {family.model_type}; supported:"
-            " gpt_oss, whose experts it is for"
+            " the experts of gpt_oss"
         )
-    if is_part or plan.transposed_matrices:
+    if is_part or layer.transposed_matrices:
         what = "the text part of a multimodal checkpoint" if is_part else family.model_type
         raise UnsupportedModelError(
             f"quantization_config of {stored.format} is not implemented for {what}; supported:"
-            " checkpoints of floats"
+            " unquantized checkpoints"
         )
-    # Why: exceptions have the checkpoint's names, and layers look them up by ours.
+    # Why: these patterns match the checkpoint's tensor names, but layers look them up by ours.
     patterns = *stored.skipped, *stored.targets
     skipped = [pattern for pattern in patterns if pattern not in ("lm_head$", "")]
-    if skipped and (family.names or plan.fused_qkv or plan.fused_gate_up):
+    if skipped and (family.names or layer.fused_qkv or layer.fused_gate_up):
         raise UnsupportedModelError(
-            f"quantization_config leaves layers out, which is not implemented for"
+            "quantization_config skips layers, which is not implemented for"
             f" {family.model_type}: {repr_short(skipped)}"
         )
     return stored
@@ -426,18 +428,18 @@ def _dtype(keys: ConfigReader) -> str:
     return check_value(name, Dtype, f"config.json: {key}", UnsupportedModelError)
 
 
-def _ends(keys: ConfigReader, generation: Json) -> Iterator[tuple[str, int | None]]:
-    """The EOS ids of both files, generation_config.json's first; see `ModelConfig.ends`."""
+def _eos_sources(keys: ConfigReader, generation: Json) -> Iterator[tuple[str, int | None]]:
+    """The EOS ids of both files, first of generation_config.json: see `ModelConfig.eos_sources`."""
     key = "eos_token_id"
-    ours = ConfigReader({key: generation.get(key)}, where="generation_config.json")
-    where = keys.where if keys.given.get(key) is not None else "the architecture's default"
-    for source, value in ((ours.where, ours.get(key)), (where, keys.get(key))):
+    first = ConfigReader({key: generation.get(key)}, where="generation_config.json")
+    where = keys.where if keys.raw.get(key) is not None else "the architecture's default"
+    for source, value in ((first.where, first.get(key)), (where, keys.get(key))):
         for token_id in value if isinstance(value, list) else [value]:
             yield source, token_id
 
 
 def _generation_defaults(generation: Json) -> dict[str, float]:
-    """The authors' sampling settings, as valid fields of SamplingParams."""
+    """The sampling settings of generation_config.json, as valid fields of SamplingParams."""
     found = {}
     for ours in GENERATION_DEFAULTS:
         name = "max_new_tokens" if ours == "max_tokens" else ours

@@ -1,10 +1,10 @@
-"""A checkpoint's weight files: their names, their headers, and their tensors.
+"""The weight files of a checkpoint: their names, headers and tensors.
 
-GGUF files are read by `gguf_tensors.py`; this file reads safetensors.
+This module reads safetensors; `gguf_tensors.py` reads GGUF files.
 
 Tensors are read one at a time, and only the requested part of each. Pickled checkpoints are
-rejected, because reading a pickle runs code. Called by `weights.py`, and for the files' names or
-digests; knows neither models nor layers, and does not import torch for names and digests.
+rejected, because reading a pickle runs code. Called by `weights.py`, and by modules that need the
+names or digests of the files, for which torch is not imported; knows neither models nor layers.
 """
 
 from __future__ import annotations
@@ -34,55 +34,56 @@ MAPPED_BYTES = 64 << 20
 memory while it is open, so a whole file would double the peak."""
 
 
-class Stored(NamedTuple):
-    """A tensor's file, its shape, and its dtype in safetensors' notation, such as "BF16", or its
-    GGUF type."""
+class TensorInfo(NamedTuple):
+    """The file of a tensor, its shape, and its dtype: in safetensors' notation, such as "BF16", or
+    the GGUF type."""
 
     file: Path
     shape: tuple[int, ...]
     dtype: str
 
 
-def stored_tensors(directory: Path) -> dict[str, Stored]:
+def stored_tensors(directory: Path) -> dict[str, TensorInfo]:
     """The tensors of a checkpoint by name, from the headers of its files.
 
     Raises:
-        WeightLoadError: see `checkpoint_files`; a file is damaged; or a tensor is in two files, so
-            it is ambiguous.
+        WeightLoadError: see `checkpoint_files`; a file is damaged; or a tensor is in two files.
     """
     if is_gguf(directory):
         from nanoengine.checkpoint.gguf_tensors import GGUFModel
 
         entries = GGUFModel(directory).entries()
         return {
-            n: Stored(one.tensor.file, one.shape, one.tensor.type) for n, one in entries.items()
+            name: TensorInfo(entry.tensor.file, entry.shape, entry.tensor.type)
+            for name, entry in entries.items()
         }
-    found: dict[str, Stored] = {}
+    found: dict[str, TensorInfo] = {}
     for file in checkpoint_files(directory):
         for name, tensor in _headers(file).items():
             if name in found:
                 raise WeightLoadError(
                     f"{join_names([name])} is in two files, {found[name].file.name} and"
-                    f" {file.name}: write the checkpoint anew, each tensor once"
+                    f" {file.name}: save the checkpoint again, with each tensor in one file"
                 )
             found[name] = tensor
     return found
 
 
 def checkpoint_files(directory: Path) -> list[Path]:
-    """The files of a checkpoint's weights.
+    """The weight files of a checkpoint.
 
-    An index may name files in subdirectories. Files may be links to anywhere, as in the hub's
-    cache: links were made on this machine, but an index was downloaded with the weights.
+    An index may name files in subdirectories, but not outside of the checkpoint, because it was
+    downloaded. Files may be links to other directories, as in the hub's cache, because links were
+    created on this machine.
 
     Raises:
         WeightLoadError: there are no files, a file of the index is missing or outside of the
             checkpoint, or the index is invalid.
     """
     if is_gguf(directory):
-        from nanoengine.checkpoint.gguf_tensors import files_of
+        from nanoengine.checkpoint.gguf_tensors import gguf_parts
 
-        return files_of(directory)
+        return gguf_parts(directory)
     index = directory / INDEX_NAME
     if os.path.lexists(index):
         where, raw = f"{index}: weight_map", read_object(index, WeightLoadError)
@@ -94,7 +95,7 @@ def checkpoint_files(directory: Path) -> list[Path]:
         paths = {name: PurePosixPath(name) for name in names}
         outside = [name for name, path in paths.items() if path.is_absolute() or ".." in path.parts]
         if outside:
-            raise WeightLoadError(f"{index} names files outside of it: {join_names(outside)}")
+            raise WeightLoadError(f"{index} names files outside its folder: {join_names(outside)}")
         # Why not Path.is_file: it raises for a name that is too long.
         if missing := [name for name in names if not os.path.isfile(directory / name)]:
             raise WeightLoadError(f"{index} names files that are missing: {join_names(missing)}")
@@ -112,21 +113,21 @@ def checkpoint_files(directory: Path) -> list[Path]:
     )
     if pickled:
         raise WeightLoadError(
-            f"{directory} holds pickled weights only ({join_names(pickled)}), which are refused:"
-            " reading a pickle runs code. If you trust them, convert them once:\n"
+            f"{directory} has only pickled weights ({join_names(pickled)}). They are not read,"
+            " because reading a pickle runs code. If you trust them, convert them once:\n"
             f"  model = transformers.AutoModelForCausalLM.from_pretrained({str(directory)!r})\n"
             f"  model.save_pretrained({str(directory)!r}, safe_serialization=True)"
         )
-    raise WeightLoadError(f"{directory} holds no weights: neither {SINGLE_NAME} nor {INDEX_NAME}")
+    raise WeightLoadError(f"{directory} has no weights: neither {SINGLE_NAME} nor {INDEX_NAME}")
 
 
 def file_digest(path: Path) -> bytes:
-    """xxh3 of all bytes of a file.
+    """The xxh3 digest of all bytes of a file.
 
-    Why all: names, sizes, headers and times show neither that two weight files differ nor that they
-    are equal.
+    Why all bytes: weight files with equal names, sizes, headers and times may have different
+    weights, and equal files may have different times.
 
-    Perf: 10 GiB/s from the page cache, where loading leaves them or finds them (one Zen 5 core).
+    Perf: 10 GiB/s from the page cache, which has the file before or after loading (one Zen 5 core).
     """
     with open(path, "rb") as file:
         return hashlib.file_digest(file, xxhash.xxh3_128).digest()
@@ -135,7 +136,8 @@ def file_digest(path: Path) -> bytes:
 def read_tensors(
     file: Path, parts: Mapping[str, tuple[slice, ...]]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Reads the tensors of one file that `parts` names, one at a time; () is a whole tensor.
+    """Reads tensors of one file, one at a time. `parts` has their names, and the slice to read; ()
+    is the whole tensor.
 
     Raises:
         WeightLoadError: the file is damaged, or can't be read.
@@ -160,13 +162,13 @@ def read_tensors(
             raise unreadable(file, error, WeightLoadError) from error
 
 
-def _headers(file: Path) -> dict[str, Stored]:
+def _headers(file: Path) -> dict[str, TensorInfo]:
     try:
         with safe_open(file, framework="pt") as opened:
             slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
             return {
-                name: Stored(file, tuple(one.get_shape()), one.get_dtype())
-                for name, one in slices.items()
+                name: TensorInfo(file, tuple(tensor.get_shape()), tensor.get_dtype())
+                for name, tensor in slices.items()
             }
     except (SafetensorError, OSError) as error:
         raise unreadable(file, error, WeightLoadError) from error

@@ -1,6 +1,6 @@
-"""Finds the model and its device: resolves "auto", hub ids and memory shares.
+"""Finds the model and its device: resolves hub ids, "auto" and `gpu_memory_utilization`.
 
-Called by `build.py`, and by commands that inspect a model before loading.
+Called by `build.py`, and by commands that inspect a model without loading it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from nanoengine.settings.config import EngineConfig
 from nanoengine.settings.files import GGUF, is_gguf
 
 PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
-"""Patterns of the repository files that make up a checkpoint."""
+"""The files of a hub repository that belong to a checkpoint."""
 
 
 FLOAT16_OVERFLOWS = {"Gemma2ForCausalLM", "Gemma3ForCausalLM", "Glm4ForCausalLM"}
@@ -27,20 +27,20 @@ list in vLLM's `config/model.py`, which also has PLaMo 2."""
 
 
 def resolve_model(config: EngineConfig) -> Path:
-    """Returns the checkpoint's directory, or its GGUF file: a local one, or the one of a hub id,
-    downloaded to the hub's cache. A folder without safetensors may contain one GGUF, under any
+    """Returns the directory or the GGUF file of the checkpoint: a local path, or a hub id, which is
+    downloaded to the hub's cache. A folder without safetensors may contain one GGUF file with any
     name.
 
     Raises:
-        ConfigError: it does not exist, and no reachable or cached repository has it; the folder has
-            no model; or several files match, which the message lists.
+        ConfigError: the path does not exist and is not a hub repository that is cached or
+            reachable; the folder has no model; or several files match, which the message lists.
     """
-    # Why not pathlib's methods: they raise for an unknown user, and for a name that is too long.
+    # Why not pathlib's methods: they raise for unknown users and for names that are too long.
     path = Path(os.path.expanduser(config.model))
     if os.path.isdir(path):
         # Why: a repository in the hub's cache has one folder per revision.
         ref = path / "refs" / (config.revision or "main")
-        return _in_folder(path / "snapshots" / ref.read_text().strip() if ref.is_file() else path)
+        return _from_folder(path / "snapshots" / ref.read_text().strip() if ref.is_file() else path)
     if os.path.exists(path):
         if is_gguf(path):
             return path
@@ -58,21 +58,21 @@ def resolve_model(config: EngineConfig) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        folder = None if quantization or name else _from_hub(config, repository, PATTERNS)
+        folder = None if quantization or name else _download(config, repository, PATTERNS)
         if folder is not None and (folder / "config.json").exists():
             return folder
-        return _gguf_of_hub(config, repository, quantization, name)
+        return _download_gguf(config, repository, quantization, name)
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         from nanoengine.checkpoint.hints import near_names
 
         raise ConfigError(
-            f"model {config.model!r} is no local directory or file{near_names(path)}; and the hub"
-            f" did not give it: {truncate(error)}"
+            f"model {config.model!r} is not a local directory or file{near_names(path)}, and"
+            f" loading it from the hub failed: {truncate(error)}"
         ) from error
 
 
-def _in_folder(folder: Path) -> Path:
-    """The folder itself if it has a config.json, or its one GGUF file."""
+def _from_folder(folder: Path) -> Path:
+    """The folder itself if it has a config.json, or else its GGUF file."""
     if (folder / "config.json").exists() and any(folder.glob("*.safetensors*")):
         return folder
     from nanoengine.checkpoint.gguf import find_gguf
@@ -84,26 +84,27 @@ def _in_folder(folder: Path) -> Path:
     from nanoengine.checkpoint.hints import models_below
 
     raise ConfigError(
-        f"model={str(folder)!r} is no checkpoint: it has no config.json, and no GGUF"
+        f"model={str(folder)!r} is not a checkpoint: it has no config.json and no GGUF"
         f" file{models_below(folder)}"
     )
 
 
-def _from_hub(config: EngineConfig, repository: str, patterns: list[str]) -> Path:
-    """The folder in the hub's cache with the repository's files that match these patterns."""
+def _download(config: EngineConfig, repository: str, patterns: list[str]) -> Path:
+    """Downloads the files of a repository that match these patterns; returns their folder in the
+    hub's cache."""
     from huggingface_hub import snapshot_download
 
     return Path(snapshot_download(repository, revision=config.revision, allow_patterns=patterns))
 
 
-def _gguf_of_hub(
+def _download_gguf(
     config: EngineConfig, repository: str, quantization: str | None, name: str | None
 ) -> Path:
-    """Downloads the GGUF of this name, else the one whose name ends with the quantization, else the
-    only one; with the other parts of its set.
+    """Downloads one GGUF model of a repository, with all its parts: by file name, or by a name that
+    ends with the quantization, or the only one.
 
     Raises:
-        ConfigError: there is none, or more than one.
+        ConfigError: no model matches, or more than one.
     """
     from huggingface_hub import HfApi
 
@@ -111,19 +112,19 @@ def _gguf_of_hub(
     for file in sorted(HfApi().list_repo_files(repository, revision=config.revision)):
         if file.lower().endswith(GGUF) and not PurePath(file).name.startswith("mmproj"):
             sets.setdefault(re.sub(r"(?i)-\d{5}-of-\d{5}(?=\.gguf$)", "", file), []).append(file)
-    end = re.compile(rf"(.*[-._/])?{re.escape(quantization or '')}\.gguf", re.IGNORECASE)
+    suffix = re.compile(rf"(.*[-._/])?{re.escape(quantization or '')}\.gguf", re.IGNORECASE)
     found = [
         parts
         for whole, parts in sets.items()
-        if (name in parts if name else quantization is None or end.fullmatch(whole))
+        if (name in parts if name else quantization is None or suffix.fullmatch(whole))
     ]
     if len(found) != 1:
         raise ConfigError(
-            f"model {config.model!r} names {len(found) or 'no'} GGUF files of {repository}, where"
-            f" one is wanted, such as {repository}:Q4_K_M; it has:"
+            f"model {config.model!r} matches {len(found) or 'no'} GGUF files of {repository}; it"
+            f" must match one, for example {repository}:Q4_K_M. GGUF files in the repository:"
             f" {join_names(list(sets)) or 'none'}"
         )
-    return _from_hub(config, repository, found[0]) / found[0][0]
+    return _download(config, repository, found[0]) / found[0][0]
 
 
 def resolve_device(name: str) -> torch.device:
@@ -139,13 +140,13 @@ def resolve_device(name: str) -> torch.device:
     if device.type not in ("cpu", "cuda"):
         raise ConfigError(f"device must be auto, cpu, cuda or cuda:N, got {repr_short(name)}")
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"device={name!r} asked for, but torch finds no CUDA GPU: use 'cpu'")
+        raise ConfigError(f"device={name!r} is not available: torch finds no CUDA GPU; use 'cpu'")
     return device
 
 
-def share_of_memory(config: EngineConfig, device: torch.device) -> EngineConfig:
-    """Converts `gpu_memory_utilization` to `memory_fraction` on a GPU; without a GPU it is
-    ignored."""
+def resolve_memory(config: EngineConfig, device: torch.device) -> EngineConfig:
+    """On a GPU, sets `memory_fraction` to `gpu_memory_utilization`. Without a GPU, the latter is
+    ignored with a warning."""
     share = config.gpu_memory_utilization
     if share is None:
         return config
@@ -163,11 +164,12 @@ def share_of_memory(config: EngineConfig, device: torch.device) -> EngineConfig:
 def resolve_dtype(
     name: str, stored: str, device: torch.device, *, backend: str = "auto", quantized: bool = False
 ) -> torch.dtype:
-    """Returns the dtype to compute in. "auto" is the stored dtype, but on a CPU float32 instead of
-    16 bits.
+    """Returns the dtype to compute in. "auto" is the stored dtype, except that a CPU computes in
+    float32 instead of 16-bit dtypes.
 
-    A CPU computes in bfloat16 if it has bfloat16 dot products, the backend is "cpu" and linear
-    layers are not quantized. Otherwise bfloat16 would be no faster than float32.
+    A CPU computes in bfloat16 if the checkpoint has bfloat16, the CPU has bfloat16 dot products,
+    the backend is "cpu" and linear layers are not quantized. Otherwise bfloat16 would not be faster
+    than float32.
     """
     if name != "auto":
         return getattr(torch, name)
@@ -181,10 +183,10 @@ def resolve_dtype(
     return torch.float32
 
 
-def require_range(architecture: str, dtype: torch.dtype) -> None:
-    """Raises ConfigError if activations of the architecture overflow in the dtype."""
+def check_dtype_range(architecture: str, dtype: torch.dtype) -> None:
+    """Raises ConfigError if activations of the architecture overflow in this dtype."""
     if dtype == torch.float16 and architecture in FLOAT16_OVERFLOWS:
         raise ConfigError(
-            f"dtype float16 can't hold the activations of {architecture}, some of which exceed"
-            " 65,504: set dtype to bfloat16 or float32"
+            f"dtype float16 is not supported for {architecture}, because activations exceed"
+            " 65,504; set dtype to bfloat16 or float32"
         )

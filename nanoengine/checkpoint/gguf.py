@@ -1,10 +1,11 @@
-"""A GGUF file: its header, and the rows of its tensors.
+"""Reads GGUF files: the header, and rows of tensors.
 
     "GGUF" | version | counts | keys and values | names, shapes, types, offsets | padding | tensors
 
-A model is one file, or a set of parts; the first part has the keys. Little endian; versions 2 and
-3, which have the same layout. Called by the checkpoint loaders; knows neither models nor names.
-Everything that a file says is checked before it is used: a file may be truncated, or malicious.
+A model is one file, or a set of parts whose first part has the keys. Supported are little endian
+files of versions 2 and 3, which have the same layout. All contents are checked before they are
+used, because a file may be truncated or malicious. Called by the checkpoint loaders; knows neither
+models nor tensor names.
 
 Source: the specification, docs/gguf.md of ggml; type ids and block sizes: ggml.h and ggml-common.h
 of ggml.
@@ -28,20 +29,20 @@ from nanoengine.settings.checks import join_names, repr_short
 from nanoengine.settings.files import GGUF, is_gguf, wrong_content
 
 HEADER_BYTES = 128 << 20
-"""Maximum size of a header. Why: a malformed file may claim any size; real headers have at most
-some 50 MiB, with a vocabulary stored twice."""
+"""Maximum size of a header. Why: a malformed file may claim any size. Real headers have at most
+about 50 MiB, with a vocabulary stored twice."""
 
-MOST_ENTRIES = 1 << 16
-"""Maximum number of keys, and of tensors: a large mixture of experts has some 2,000."""
+MAX_ENTRIES = 1 << 16
+"""Maximum number of keys, and of tensors. A large mixture of experts has about 2,000 tensors."""
 
-MOST_STRINGS = 1 << 21
-"""Maximum number of strings in a header: several times the largest vocabularies and their merges.
-Why over all arrays: each string takes time and memory, however short it is."""
+MAX_STRINGS = 1 << 21
+"""Maximum number of strings in a header, several times that of the largest vocabularies with their
+merges. Why a total over all arrays: even an empty string takes time and memory."""
 
 PART = re.compile(r"(?is)(?P<stem>.*)-(?P<number>[0-9]{5})-of-(?P<count>[0-9]{5})\.gguf")
-"""The name of a part of a model; numbers start at 1."""
+"""The file name of a part of a model; numbers start at 1."""
 
-NUMBERS = {0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4"} | {
+VALUE_DTYPES = {0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4"} | {
     7: "?", 10: "<u8", 11: "<i8", 12: "<f8"
 }  # fmt: skip
 """Type id of a value -> its NumPy dtype."""
@@ -51,7 +52,7 @@ LENGTH = struct.Struct("<Q")
 
 
 class BlockType(NamedTuple):
-    """Inputs and bytes of one block, the storage unit of a row."""
+    """Number of inputs and bytes of a block; a row consists of blocks."""
 
     inputs: int
     bytes: int
@@ -68,9 +69,9 @@ TYPES = {
 """The supported tensor types, by ggml's names."""
 
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-"""Types whose rows are read as floats; all others are read as bytes."""
+"""Types whose rows are read as floats. Rows of the other types are read as bytes."""
 
-NAMES = (
+TYPE_NAMES = (
     "F32", "F16", "Q4_0", "Q4_1", "Q4_2", "Q4_3", "Q5_0", "Q5_1", "Q8_0", "Q8_1", "Q2_K", "Q3_K",
     "Q4_K", "Q5_K", "Q6_K", "Q8_K", "IQ2_XXS", "IQ2_XS", "IQ3_XXS", "IQ1_S", "IQ4_NL", "IQ3_S",
     "IQ2_S", "IQ4_XS", "I8", "I16", "I32", "I64", "F64", "IQ1_M", "BF16", "Q4_0_4_4", "Q4_0_4_8",
@@ -86,7 +87,7 @@ class GGUFTensor(NamedTuple):
     Attributes:
         shape: in torch's order, outputs first. Writers may omit leading dimensions of size 1.
         type: a key of `TYPES`.
-        offset: of its first byte, from the start of the file.
+        offset: position of its first byte in the file.
     """
 
     file: Path
@@ -120,77 +121,78 @@ class GGUFFile(NamedTuple):
 
 
 def read_gguf(path: Path) -> GGUFFile:
-    """Reads the header of a file; for a part, of its whole set, with the first part's keys.
+    """Reads the header of a file. If the file is a part of a set, reads the headers of all parts;
+    the metadata are the first part's.
 
     Perf: 0.1 s for a vocabulary of 150,000 with 250,000 merges (one core).
 
     Raises:
-        WeightLoadError: the file is damaged or inconsistent; the message has the position. Or parts
-            are missing, or belong to another model.
+        WeightLoadError: the file is damaged or inconsistent, with the position in the message; or
+            parts are missing or belong to another model.
         UnsupportedModelError: the version or the type of a tensor is not supported.
     """
-    named = _read_file(path)
-    parts = _parts(path, named.metadata)
-    files = [named if part == path else _read_file(part) for part in parts]
+    requested = _read_file(path)
+    parts = _parts(path, requested.metadata)
+    files = [requested if part == path else _read_file(part) for part in parts]
     metadata, tensors = files[0].metadata, dict[str, GGUFTensor]()
     for number, (part, file) in enumerate(zip(parts, files, strict=True)):
-        if (said := _whole(part, file.metadata, "split.no", 0)) != number:
+        if (index := _read_int(part, file.metadata, "split.no", 0)) != number:
             raise WeightLoadError(
-                f"{part}: split.no is {said}, its name says {number}: the file was renamed, or is"
-                " of another set"
+                f"{part}: split.no is {index}, but the file name gives {number}: the file was"
+                " renamed, or belongs to another model"
             )
         for key, value in file.metadata.items() if number else ():
             first = repr_short(metadata.get(key, value))
             if key != "split.no" and first != repr_short(value):
                 raise WeightLoadError(
-                    f"{part}: {repr_short(key)} is {repr_short(value)}, in {parts[0].name}"
-                    f" {first}: these are parts of two models"
+                    f"{part}: {repr_short(key)} is {repr_short(value)}, but {first} in"
+                    f" {parts[0].name}: the files are parts of two models"
                 )
         for name, tensor in file.tensors.items():
             if name in tensors:
                 raise WeightLoadError(
-                    f"{part}: tensor {repr_short(name)} is in {tensors[name].file.name} too"
+                    f"{part}: tensor {repr_short(name)} is also in {tensors[name].file.name}"
                 )
             tensors[name] = tensor
-    wanted = _whole(path, metadata, "split.tensors.count", len(tensors))
-    if wanted != len(tensors):
+    expected = _read_int(path, metadata, "split.tensors.count", len(tensors))
+    if expected != len(tensors):
         raise WeightLoadError(
-            f"{path}: split.tensors.count is {wanted}, there are {len(tensors)} tensors: a part is"
-            " of another model"
+            f"{path}: split.tensors.count is {expected}, but the parts have {len(tensors)} tensors:"
+            " a part belongs to another model"
         )
     return GGUFFile(metadata, tensors)
 
 
 def read_rows(tensor: GGUFTensor, first: int = 0, last: int | None = None) -> torch.Tensor:
-    """Reads rows `first` to `last` (exclusive; None: the end), with the leading dimensions
-    flattened.
+    """Reads the rows from `first` to `last` (exclusive; None: to the end). Rows are numbered over
+    all leading dimensions.
 
     Returns:
         [rows, row_bytes] uint8; or [rows, inputs] for a type of `FLOATS`. The tensor owns its
         memory.
 
     Raises:
-        WeightLoadError: the file can't be read, or has become shorter.
+        WeightLoadError: the file can't be read, or was truncated since its header was read.
     """
     last = tensor.num_rows if last is None else last
     assert 0 <= first <= last <= tensor.num_rows, (first, last, tensor)
-    wanted, size = (last - first) * tensor.row_bytes, tensor.row_bytes
+    count, size = (last - first) * tensor.row_bytes, tensor.row_bytes
     try:
         # Why not mapped: pages of a mapped file are counted as this process's memory.
-        read = numpy.fromfile(tensor.file, "u1", wanted, offset=tensor.offset + first * size)
+        read = numpy.fromfile(tensor.file, "u1", count, offset=tensor.offset + first * size)
     except OSError as error:
         raise WeightLoadError(f"can't read {tensor.file}: {error}") from error
-    if len(read) != wanted:
-        raise WeightLoadError(f"{tensor.file} has become shorter since its header was read")
+    if len(read) != count:
+        raise WeightLoadError(f"{tensor.file} was truncated since its header was read")
     rows = torch.from_numpy(read).view(last - first, size)
     return rows.view(FLOATS[tensor.type]) if tensor.type in FLOATS else rows
 
 
 class StoredRows:
-    """Rows of blocks, [rows, row_bytes] uint8, which are read when they are sliced.
+    """Rows of a quantized tensor, [rows, row_bytes] uint8, which are read when they are sliced.
 
-    Why: the largest matrix is a third of a small model, and would exist both as bytes and in packed
-    form.
+    Why: the largest matrix is a third of a small model, and would be in memory twice, as bytes and
+    in packed form.
     """
 
     dtype = torch.uint8
@@ -209,15 +211,16 @@ class StoredRows:
 
 
 def find_gguf(directory: Path) -> Path | None:
-    """Finds the one GGUF model of a folder without safetensors; for a set, the part with the lowest
-    number.
+    """Finds the GGUF model of a folder without safetensors; if it has several parts, the part with
+    the lowest number.
 
-    Files with the suffix .gguf take precedence over files of any name, which some programs write.
-    Files that belong to a model are skipped: projectors of images, adapters, importance matrices.
+    Files with the suffix .gguf take precedence over GGUF files with other names, which some
+    programs write. Files that are not models are skipped: image projectors, adapters, importance
+    matrices.
 
     Raises:
-        ConfigError: there are several.
-        WeightLoadError: there are several, and one is damaged.
+        ConfigError: there are several models.
+        WeightLoadError: there are several GGUF files, and one is damaged.
     """
     if os.path.lexists(directory / "config.json") and any(directory.glob("*.safetensors*")):
         return None
@@ -231,7 +234,7 @@ def find_gguf(directory: Path) -> Path | None:
         models = {name: path for name, path in found.items() if _is_model(path)}
         if len(models) > 1:
             raise ConfigError(
-                f"{directory} holds {len(models)} models: name the file of one of them:"
+                f"{directory} has {len(models)} models; give the path of one file instead:"
                 f" {join_names([path.name for path in models.values()])}"
             )
         found = models or found
@@ -239,7 +242,7 @@ def find_gguf(directory: Path) -> Path | None:
 
 
 def _is_model(path: Path) -> bool:
-    """Whether a file's metadata say that it is a model: older projectors have no general.type."""
+    """Whether a file is a model by its metadata. Older image projectors have no general.type."""
     keys = _read_file(path).metadata
     is_projector = keys.get("general.architecture") == "clip"
     return keys.get("general.type", "model") == "model" and not is_projector
@@ -247,25 +250,25 @@ def _is_model(path: Path) -> bool:
 
 def _parts(path: Path, metadata: dict[str, Any]) -> list[Path]:
     """The files of the set that `path` belongs to."""
-    name, count = PART.fullmatch(path.name), _whole(path, metadata, "split.count", 1)
-    stem, said = (name["stem"], int(name["count"])) if name else ("", 1)
-    if said == 1 and count in (0, 1):  # Why 0: llama.cpp writes it after joining the parts.
+    name, count = PART.fullmatch(path.name), _read_int(path, metadata, "split.count", 1)
+    stem, total = (name["stem"], int(name["count"])) if name else ("", 1)
+    if total == 1 and count in (0, 1):  # Why 0: llama.cpp writes it after joining the parts.
         return [path]
-    parts = [path.with_name(f"{stem}-{i + 1:05}-of-{said:05}{path.suffix}") for i in range(said)]
-    if said != count or path not in parts:
+    parts = [path.with_name(f"{stem}-{i + 1:05}-of-{total:05}{path.suffix}") for i in range(total)]
+    if total != count or path not in parts:
         raise WeightLoadError(
-            f"{path}: split.count is {count}, but the name is that of a file in {said}: the parts"
-            " of a model are named NAME-00001-of-00003.gguf and so on"
+            f"{path}: split.count is {count}, but the file name gives {total}; parts must be named"
+            " NAME-00001-of-00003.gguf and so on"
         )
     if missing := [part.name for part in parts if not part.is_file()]:
         raise WeightLoadError(f"{path}: parts of this model are missing: {repr_short(missing)}")
     return parts
 
 
-def _whole(path: Path, metadata: dict[str, Any], key: str, absent: int) -> int:
+def _read_int(path: Path, metadata: dict[str, Any], key: str, absent: int) -> int:
     """Reads a key that must be an integer."""
     if type(value := metadata.get(key, absent)) is not int:
-        raise WeightLoadError(f"{path}: {key} is {repr_short(value)}; a whole number is allowed")
+        raise WeightLoadError(f"{path}: {key} must be an integer, got {repr_short(value)}")
     return value
 
 
@@ -274,7 +277,7 @@ def _read_file(path: Path) -> GGUFFile:
     try:
         # Why a regular file: reading a FIFO would block.
         if not path.is_file() or not (size := path.stat().st_size):
-            raise WeightLoadError(f"{path} is no regular file, or it is empty")
+            raise WeightLoadError(f"{path} is not a regular file, or it is empty")
         with (
             open(path, "rb") as file,
             mmap.mmap(file.fileno(), min(size, HEADER_BYTES), access=mmap.ACCESS_READ) as data,
@@ -285,63 +288,64 @@ def _read_file(path: Path) -> GGUFFile:
 
 
 class _Header:
-    """A cursor in a header; every read checks that it stays inside the file.
+    """Reads a header from the current position, and checks that reads stay inside the file.
 
     Attributes:
-        data: the file's first bytes.
-        size: bytes of the file.
-        place: the next byte.
-        what: what is being read, for messages.
+        data: the first bytes of the file.
+        size: size of the file [bytes].
+        pos: position of the next byte.
+        what: the part of the header that is being read, for messages.
         strings_left: how many more strings may be read.
     """
 
     def __init__(self, path: Path, data: mmap.mmap, size: int) -> None:
         self.path, self.data, self.size = path, data, size
-        self.end, self.place, self.what = len(data), 0, "the header"
-        self.strings_left = MOST_STRINGS
+        self.end, self.pos, self.what = len(data), 0, "the header"
+        self.strings_left = MAX_STRINGS
 
     def read(self) -> GGUFFile:
         """Reads the whole header."""
         if (magic := self.data[:4]) != b"GGUF":
-            other = f"it starts with {magic!r}, not with b'GGUF': was it fetched?"
-            self.refuse(wrong_content(self.path) or other)
+            hint = f"it starts with {magic!r} instead of b'GGUF'; is the download complete?"
+            self.fail(wrong_content(self.path) or hint)
         _, version, num_tensors, num_keys = self.unpack("<IIQQ")
         if version not in (2, 3):
-            said = version if not version or version & 0xFFFF else f"{version:#x}, big endian"
-            self.refuse(
-                f"its version is {said}; versions 2 and 3, little endian, are read",
+            shown = version if not version or version & 0xFFFF else f"{version:#x}, big endian"
+            self.fail(
+                f"its version is {shown}; supported: versions 2 and 3, little endian",
                 UnsupportedModelError,
             )
         for count, kind in ((num_tensors, "tensors"), (num_keys, "keys")):
-            if count > MOST_ENTRIES:
-                self.refuse(f"it has {count} {kind}; at most {MOST_ENTRIES} are read")
+            if count > MAX_ENTRIES:
+                self.fail(f"it has {count} {kind}; the maximum is {MAX_ENTRIES}")
         metadata: dict[str, Any] = {}
         for number in range(num_keys):
             self.what = f"key {number + 1} of {num_keys}"
             key = self.string()
             self.what = f"key {repr_short(key)}"
             if key in metadata or not key:
-                self.refuse("there are two of it" if key else "it is empty")
+                self.fail("the key occurs twice" if key else "the key is empty")
             metadata[key] = self.value()
         found = [self.tensor(f"tensor {i + 1} of {num_tensors}") for i in range(num_tensors)]
-        return GGUFFile(metadata, self.placed(found, metadata.get("general.alignment", 32)))
+        return GGUFFile(metadata, self.locate_tensors(found, metadata.get("general.alignment", 32)))
 
     def value(self) -> Any:
-        """Reads a value after its type."""
+        """Reads a type and a value of this type."""
         (kind,) = self.unpack("<I")
         if kind != ARRAY:
-            return self.string() if kind == STRING else self.numbers(kind, 1)[0].item()
+            return self.string() if kind == STRING else self.array(kind, 1)[0].item()
         kind, count = self.unpack("<IQ")
-        return self.strings(count) if kind == STRING else self.numbers(kind, count)
+        return self.strings(count) if kind == STRING else self.array(kind, count)
 
-    def numbers(self, kind: int, count: int) -> numpy.ndarray:
-        """Reads numbers of one type."""
-        if kind not in NUMBERS:
-            self.refuse(f"{'an array of arrays' if kind == ARRAY else f'type {kind}'} is not read")
-        dtype = numpy.dtype(NUMBERS[kind])
-        raw = self.take(count * dtype.itemsize)
+    def array(self, kind: int, count: int) -> numpy.ndarray:
+        """Reads an array of numbers of one type."""
+        if kind not in VALUE_DTYPES:
+            what = "an array of arrays" if kind == ARRAY else f"type {kind}"
+            self.fail(f"{what} is not supported")
+        dtype = numpy.dtype(VALUE_DTYPES[kind])
+        raw = self.read_bytes(count * dtype.itemsize)
         if dtype.kind == "b" and raw.strip(b"\0\1"):
-            self.refuse("a bool is neither 0 nor 1")
+            self.fail("a bool must be 0 or 1")
         return numpy.frombuffer(raw, dtype)
 
     def string(self) -> str:
@@ -349,97 +353,96 @@ class _Header:
         return self.strings(1)[0]
 
     def strings(self, count: int) -> list[str]:
-        """Reads strings, each after its length."""
+        """Reads strings, each of which follows its length."""
         if count > self.strings_left:
-            before = f", {MOST_STRINGS - self.strings_left} of them before" * (count != 1)
-            self.refuse(f"it has {count} strings; at most {MOST_STRINGS} are read{before}")
+            total = MAX_STRINGS - self.strings_left + count
+            self.fail(f"with its {count} strings, there are {total}; the maximum is {MAX_STRINGS}")
         self.strings_left -= count
-        data, place, end, found = self.data, self.place, self.end, []
+        data, pos, end, found = self.data, self.pos, self.end, []
         try:
             for _ in range(count):
-                start = place + 8
-                place = start + LENGTH.unpack_from(data, place)[0]
-                if place > end:
+                start = pos + 8
+                pos = start + LENGTH.unpack_from(data, pos)[0]
+                if pos > end:
                     break
-                found.append(str(data[start:place], "utf-8"))
+                found.append(str(data[start:pos], "utf-8"))
         except UnicodeDecodeError as error:
-            self.place = start
-            self.refuse(f"text {len(found)} is not UTF-8: {error.reason}")
+            self.pos = start
+            self.fail(f"string {len(found)} is not UTF-8: {error.reason}")
         except struct.error:
-            place = start
-        if place > end:
-            self.refuse(f"text {len(found)} ends at byte {place}, {self.beyond()}")
-        self.place = place
+            pos = start
+        if pos > end:
+            self.fail(f"string {len(found)} ends at byte {pos}, {self.past_end()}")
+        self.pos = pos
         return found
 
     def tensor(self, what: str) -> tuple[int, str, GGUFTensor]:
-        """Reads the position of a tensor's description, its name, and the tensor, with an offset
-        relative to the tensor data."""
-        self.what, place = what, self.place
+        """Reads the description of a tensor. Returns its position, the name, and the tensor, whose
+        offset is relative to the start of the tensor data."""
+        self.what, pos = what, self.pos
         name = self.string()
         self.what = f"tensor {repr_short(name)}"
         (num_dims,) = self.unpack("<I")
         if not 1 <= num_dims <= 4:
-            self.refuse(f"it has {num_dims} dimensions; 1 to 4 are read")
+            self.fail(f"it has {num_dims} dimensions; supported: 1 to 4")
         *dims, number, offset = self.unpack(f"<{num_dims}QIQ")
-        kind = NAMES[number] if number < len(NAMES) else f"number {number}"
+        kind = TYPE_NAMES[number] if number < len(TYPE_NAMES) else f"number {number}"
         if kind not in TYPES:
-            self.refuse(
-                f"its type is {kind}; the types that are read are {', '.join(TYPES)}: quantize"
-                " the model to one of these",
+            self.fail(
+                f"its type is {kind}; supported types: {', '.join(TYPES)}. Quantize the model to"
+                " one of these",
                 UnsupportedModelError,
             )
         if 0 in dims or dims[0] % TYPES[kind].inputs:
-            self.refuse(
-                f"its shape is {dims[::-1]}; rows of {kind} are of blocks of"
-                f" {TYPES[kind].inputs}, and no dimension is 0"
+            self.fail(
+                f"its shape is {dims[::-1]}; rows of {kind} must be multiples of"
+                f" {TYPES[kind].inputs}, and no dimension may be 0"
             )
-        return place, name, GGUFTensor(self.path, tuple(dims[::-1]), kind, offset)
+        return pos, name, GGUFTensor(self.path, tuple(dims[::-1]), kind, offset)
 
-    def placed(
+    def locate_tensors(
         self, found: list[tuple[int, str, GGUFTensor]], alignment: object
     ) -> dict[str, GGUFTensor]:
         """Checks that the tensors are inside the file and do not overlap, and makes offsets
         absolute."""
         self.what = "general.alignment"
         if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
-            self.refuse(f"it is {repr_short(alignment)}; a power of two is allowed")
-        start = -(-self.place // alignment) * alignment
+            self.fail(f"it must be a power of two, got {repr_short(alignment)}")
+        start = -(-self.pos // alignment) * alignment
         free, tensors = 0, dict[str, GGUFTensor]()
-        for place, name, tensor in sorted(found, key=lambda one: one[2].offset):
-            self.what, self.place, offset = f"tensor {repr_short(name)}", place, tensor.offset
+        for pos, name, tensor in sorted(found, key=lambda item: item[2].offset):
+            self.what, self.pos, offset = f"tensor {repr_short(name)}", pos, tensor.offset
             if name in tensors:
-                self.refuse("there are two of it")
+                self.fail("the name occurs twice")
             if offset < free or offset % alignment:
-                self.refuse(
-                    f"its offset is {offset}; {free} is free, and multiples of {alignment} are"
-                    " allowed"
+                self.fail(
+                    f"its offset is {offset}; it must be a multiple of {alignment}, at least {free}"
                 )
             free = offset + tensor.num_rows * tensor.row_bytes
             if start + free > self.size:
-                self.refuse(
-                    f"it ends at byte {start + free}, but the file at {self.size}: is it complete?"
+                self.fail(
+                    f"it ends at byte {start + free}, but the file has {self.size}; is it complete?"
                 )
             tensors[name] = tensor._replace(offset=start + offset)
         return tensors
 
-    def unpack(self, form: str) -> tuple[Any, ...]:
-        """Reads numbers in a `struct` format."""
-        return struct.unpack(form, self.take(struct.calcsize(form)))
+    def unpack(self, layout: str) -> tuple[Any, ...]:
+        """Reads numbers in a format of `struct`."""
+        return struct.unpack(layout, self.read_bytes(struct.calcsize(layout)))
 
-    def take(self, count: int) -> bytes:
+    def read_bytes(self, count: int) -> bytes:
         """Returns the next bytes."""
-        if count > self.end - self.place:
-            self.refuse(f"it ends at byte {self.place + count}, {self.beyond()}")
-        self.place += count
-        return self.data[self.place - count : self.place]
+        if count > self.end - self.pos:
+            self.fail(f"it ends at byte {self.pos + count}, {self.past_end()}")
+        self.pos += count
+        return self.data[self.pos - count : self.pos]
 
-    def beyond(self) -> str:
-        """Why there are no more bytes."""
+    def past_end(self) -> str:
+        """The part of a message that says why there are no more bytes."""
         if self.size > self.end:
-            return f"but headers of at most {self.end} bytes are read"
-        return f"but the file at {self.size}: is it complete?"
+            return f"but headers may have at most {self.end} bytes"
+        return f"but the file has {self.size}; is it complete?"
 
-    def refuse(self, problem: str, error: type[ModelError] = WeightLoadError) -> NoReturn:
-        """Raises the error, with the position."""
-        raise error(f"{self.path}, byte {self.place}: {self.what}: {problem}")
+    def fail(self, problem: str, error: type[ModelError] = WeightLoadError) -> NoReturn:
+        """Raises an error with the file, the position and what is being read."""
+        raise error(f"{self.path}, byte {self.pos}: {self.what}: {problem}")

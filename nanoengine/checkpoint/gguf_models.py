@@ -1,8 +1,8 @@
-"""Converts a GGUF file's metadata to a config.json, and handles their differences.
+"""Converts the metadata of a GGUF file to a config.json, and adapts the ModelConfig to the file.
 
-A key that changes the computation and is not implemented is rejected, with its name and value.
-Called by `config.py` if a model is a GGUF file; `gguf_keys.py` reads keys, `gguf_tensors.py` names
-tensors, `Family.gguf` has the differences of a family's files.
+A key that changes the computation and is not implemented raises an error with its name and value.
+Called by `config.py` if the model is a GGUF file; `gguf_keys.py` reads keys, `gguf_tensors.py`
+names tensors, and `Family.gguf` has the differences between GGUF files and checkpoints per family.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from nanoengine.checkpoint.config_reader import KEYS, ConfigReader, Json
+from nanoengine.checkpoint.config_reader import SCHEMA, ConfigReader, Json
 from nanoengine.checkpoint.families import every_family
 from nanoengine.checkpoint.gguf import FLOATS, TYPES, read_rows
-from nanoengine.checkpoint.gguf_keys import SCORES, GGUFKeys, Metadata
-from nanoengine.checkpoint.gguf_tensors import ROTATIONS, Entry, GGUFModel
+from nanoengine.checkpoint.gguf_keys import SCORING_FUNCS, GGUFConfigReader, Metadata
+from nanoengine.checkpoint.gguf_tensors import ROPE_FACTORS, Entry, GGUFModel
 from nanoengine.checkpoint.layer_config import FULL, SLIDING
 from nanoengine.checkpoint.quantization import StoredQuantization
 from nanoengine.checkpoint.rope import ORIGINAL
 from nanoengine.errors import UnsupportedModelError
 
 # fmt: off
-YARN = "attention_factor", "beta_fast", "beta_slow"
-GROWING = "mscale_all_dim", "llama_4_scaling_beta"
+YARN_KEYS = "attention_factor", "beta_fast", "beta_slow"
+POSITION_SCALE_KEYS = "mscale_all_dim", "llama_4_scaling_beta"
 """Keys of `rope_parameters` for models that scale queries by their position."""
 SAMPLING = {
     "temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p",
@@ -37,206 +37,208 @@ BIASES = {
     "qkv_bias": (".q_proj.bias", ".qkv_proj.bias"), "output_bias": (".o_proj.bias",),
     "mlp_bias": (".mlp.down_proj.bias",), "lm_head_bias": ("lm_head.bias",),
 }
-"""Field of `LayerConfig` -> endings of tensor names that indicate it. Why not a key: no file has
-one."""
-ENDS = (
+"""Field of `LayerConfig` -> suffixes of tensor names that show that it is set. Why not a key: no
+file has one."""
+END_TOKENS = (
     "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>",
     "<|endoftext|>", "<|eom_id|>", "<|end_of_text|>",
 )
-"""Control tokens that always end an output: files have only one or two of the EOS tokens in a
-generation_config.json. Source: `llama_vocab::impl::load` of llama.cpp."""
-CONTROL = 3
-"""The type of a control token."""
+"""Control tokens that always end an output. Why: files have keys for only one or two of the EOS
+tokens in a generation_config.json. Source: `llama_vocab::impl::load` of llama.cpp."""
+CONTROL_TYPE = 3
+"""The id of the token type "control"."""
 # fmt: on
 
 
 def read_config(path: Path, parse: Callable[..., Any]) -> Any:
-    """The ModelConfig of a GGUF file.
+    """Reads the ModelConfig of a GGUF file.
 
     Args:
-        parse: makes it from a config.json, like `config.parse_model_config`.
+        parse: `config.parse_model_config`, which would be a circular import.
 
     Raises:
-        UnsupportedModelError: as `parse` does, with the file's own keys.
+        UnsupportedModelError: see `parse`; the message has the keys of the GGUF file.
     """
     model = GGUFModel(path)
+    make_reader = partial(GGUFConfigReader, model.metadata)
     try:
-        return as_in_file(model, parse(*config_json(model), partial(GGUFKeys, model.given)))
+        return adapt_to_file(parse(*config_json(model), make_reader), model)
     except UnsupportedModelError as error:
-        raise UnsupportedModelError(in_its_words(model, str(error))) from error
+        raise UnsupportedModelError(with_gguf_keys(model, str(error))) from error
 
 
 def config_json(model: GGUFModel) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The config.json and the generation_config.json of the same model, as far as `GGUFKeys` does
-    not find the keys; None: no value.
+    """The config.json and generation_config.json of the model, without the keys that
+    `GGUFConfigReader` finds in the metadata. See there for values of None.
 
     Raises:
         UnsupportedModelError: a key that changes the computation is not implemented, or has the
-            wrong type; the message names file, key, value and what is allowed.
+            wrong type; the message has file, key, value and what is allowed.
     """
-    given, files, tensors = model.given, model.files, model.tensors
-    family, more = every_family()[model.name], files.read(given)
-    raw: dict[str, Any] = {"architectures": [model.name], "eos_token_id": [], **files.fixed}
+    metadata, differences, tensors = model.metadata, model.differences, model.tensors
+    family, family_keys = every_family()[model.architecture], differences.read(metadata)
+    raw: dict[str, Any] = {"architectures": [model.architecture], "eos_token_id": []}
+    raw |= differences.constants
     experts = () if family.moe is None else ("expert_count", "expert_used_count")
-    for name in ("feed_forward_length", *experts, *files.unread):
-        given.get(name, Any)
-    raw["num_hidden_layers"] = given.main_layers
-    if "num_key_value_heads" not in more:
-        heads = given.one("attention.head_count", int)
-        raw["num_key_value_heads"] = given.one("attention.head_count_kv", int, heads)
-    head_dim = raw["head_dim"] = given.head_dim
-    is_latent = "qk_rope_head_dim" in more
-    if given.one("attention.value_length", int, head_dim) != head_dim and not is_latent:
-        given.refuse("attention.value_length", f"{head_dim}, the size of keys")
+    for name in ("feed_forward_length", *experts, *differences.ignored_keys):
+        metadata.get(name, Any)
+    raw["num_hidden_layers"] = metadata.num_main_layers
+    if "num_key_value_heads" not in family_keys:
+        heads = metadata.uniform("attention.head_count", int)
+        raw["num_key_value_heads"] = metadata.uniform("attention.head_count_kv", int, heads)
+    head_dim = raw["head_dim"] = metadata.head_dim
+    is_mla = "qk_rope_head_dim" in family_keys
+    if metadata.uniform("attention.value_length", int, head_dim) != head_dim and not is_mla:
+        metadata.reject("attention.value_length", f"{head_dim}, the head dim of keys")
     epsilons = "attention.layer_norm_epsilon", "attention.layer_norm_rms_epsilon"
-    # Why both: a norm of either kind may have the key of the other one.
+    # Why both: some files have the key of the other kind of norm.
     names = epsilons if family.norm_eps != "rms_norm_eps" else epsilons[::-1]
-    found = [value for name in names if (value := given.get(name, float)) is not None]
-    raw[family.norm_eps] = found[0] if found else given.refuse(epsilons[1], "a number")
-    if not given.get("attention.causal", bool, True):
-        given.refuse("attention.causal", "True")
-    rotary_dim = given.get("rope.dimension_count", int, head_dim)
-    if family.partial:
+    found = [value for name in names if (value := metadata.get(name, float)) is not None]
+    raw[family.norm_eps] = found[0] if found else metadata.reject(epsilons[1], "a number")
+    if not metadata.get("attention.causal", bool, True):
+        metadata.reject("attention.causal", "True")
+    rotary_dim = metadata.get("rope.dimension_count", int, head_dim)
+    if family.partial_rotary:
         raw["rotary_dim"] = rotary_dim
-    elif rotary_dim != head_dim and not is_latent:
-        given.refuse("rope.dimension_count", f"{head_dim}, the size of a head")
-    if score := given.get("expert_gating_func", int):
-        raw["scoring_func"] = SCORES.get(score) or given.refuse("expert_gating_func", "1 and 2")
+    elif rotary_dim != head_dim and not is_mla:
+        metadata.reject("rope.dimension_count", f"{head_dim}, the head dim")
+    if score := metadata.get("expert_gating_func", int):
+        name = SCORING_FUNCS.get(score)
+        raw["scoring_func"] = name or metadata.reject("expert_gating_func", "1 and 2")
     if "use_qk_norm" in raw:
         raw["use_qk_norm"] = "blk.0.attn_q_norm.weight" in tensors
     if "token_embd.weight" in tensors:
         size = tensors["token_embd.weight"].shape[0]
         raw |= {"vocab_size": size, "vocab_size_per_layer_input": size}
     raw["tie_word_embeddings"] = "output.weight" not in tensors
-    raw |= given.windows(files.slides, raw["num_hidden_layers"]) | _rotation(model) | more
-    found = {theirs: given.read(f"general.sampling.{n}", float) for n, theirs in SAMPLING.items()}
-    return raw, {key: value for key, value in found.items() if value is not None}
+    windows = metadata.window_keys(differences.full_every, raw["num_hidden_layers"])
+    raw |= windows | _rope_keys(model) | family_keys
+    sampling = {to: metadata.read(f"general.sampling.{key}", float) for key, to in SAMPLING.items()}
+    return raw, {key: value for key, value in sampling.items() if value is not None}
 
 
-def in_its_words(model: GGUFModel, message: str) -> str:
-    """Rewrites a message about the result of `config_json` with the keys of the file."""
-    if (path := str(model.given.path)) in message:
+def with_gguf_keys(model: GGUFModel, message: str) -> str:
+    """Replaces names of config.json keys in an error message by keys of the GGUF file."""
+    if (path := str(model.metadata.path)) in message:
         return message
-    own = f"{model.given.architecture}."
-    names = {key: own + spec.gguf for key, spec in KEYS.items() if spec.gguf}
+    own = f"{model.metadata.architecture}."
+    names = {key: own + spec.gguf for key, spec in SCHEMA.items() if spec.gguf}
     names |= {ours: f"general.sampling.{key}" for key, ours in SAMPLING.items()}
     names |= {"vocab_size": "tokens", "eos_token_id": "tokenizer.ggml.eos_token_id"}
     message = re.sub(rf"\b({'|'.join(names)})\b", lambda found: names[found[0]], message)
     return f"{path}: {re.sub(r'(generation_)?config.json:? ', '', message)}"
 
 
-def as_in_file(model: GGUFModel, config: Any) -> Any:
-    """Adapts a ModelConfig made from `config_json`: sets the fields that differ in a GGUF file."""
-    plan, moe, states = config.plan, config.moe, config.states
-    here = model.entries()
-    biases = {part: any(name.endswith(ends) for name in here) for part, ends in BIASES.items()}
-    # Why wide: writers add the 1 that such norms leave out.
-    norm = {"centered": "wide", "centered layer": "layer"}.get(plan.norm, plan.norm)
-    drafting = range(config.num_hidden_layers, model.given.layers)
-    ignored_tensors = [config.ignored_tensors] if plan.gemma4 else []
-    ignored_tensors += [rf"model\.layers\.({'|'.join(map(str, drafting))})\."] if drafting else []
-    kinds = {entry.tensor.type for entry in here.values() if len(entry.shape) > 1}
-    merged = plan.fused_gate_up and not any(name.endswith(".gate_proj.weight") for name in here)
+def adapt_to_file(config: Any, model: GGUFModel) -> Any:
+    """Returns a ModelConfig in which the fields are changed that differ in a GGUF file."""
+    layer, moe, states, entries = config.plan, config.moe, config.states, model.entries()
+    biases = {part: any(name.endswith(ends) for name in entries) for part, ends in BIASES.items()}
+    # Why: writers store 1 + weight.
+    norms = {"one_plus_weight": "fp32_weight", "one_plus_weight layer": "layer"}
+    mtp_layers = range(config.num_hidden_layers, model.metadata.num_layers)
+    ignored = [config.ignored_tensors] if layer.gemma4 else []
+    ignored += [rf"model\.layers\.({'|'.join(map(str, mtp_layers))})\."] if mtp_layers else []
+    types = {entry.tensor.type for entry in entries.values() if len(entry.shape) > 1}
+    fused = layer.fused_gate_up and not any(name.endswith(".gate_proj.weight") for name in entries)
     if moe is not None:
         moe = replace(moe, inputs_first=False, correction_bias=bool(moe.correction_bias))
     if states is not None:
-        states = replace(states, merged=False, tiled=model.files.tiled)
+        states = replace(states, fused_qkvz=False, tiled=model.differences.tiled)
     if states is not None and states.kind == "mamba":
-        parts = {name.partition(".mamba.")[2] for name in here}
-        norm_of = states.norm if "norm.weight" in parts else None
-        states = replace(states, conv_bias="conv1d.bias" in parts, norm=norm_of)
+        parts = {name.partition(".mamba.")[2] for name in entries}
+        gate_norm = states.norm if "norm.weight" in parts else None
+        states = replace(states, conv_bias="conv1d.bias" in parts, norm=gate_norm)
     return replace(
         config,
-        plan=replace(plan, norm=norm, fused_gate_up=merged, **biases),
+        plan=replace(layer, norm=norms.get(layer.norm, layer.norm), fused_gate_up=fused, **biases),
         moe=moe,
         states=states,
         tensor_names={},
-        ignored_tensors="|".join(filter(None, ignored_tensors)),
-        dtype={"F16": "float16", "BF16": "bfloat16"}.get("".join(kinds), "float32"),
-        quantization=_quantization(here),
-        ends=tuple(_ends(model.given)),
+        ignored_tensors="|".join(filter(None, ignored)),
+        dtype={"F16": "float16", "BF16": "bfloat16"}.get("".join(types), "float32"),
+        quantization=_quantization(entries),
+        eos_sources=tuple(_eos_sources(model.metadata)),
     )
 
 
-def _rotation(model: GGUFModel) -> Json:
-    """The RoPE parameters. A tensor of factors divides the frequency of each pair of dimensions:
-    llama3's rule as numbers, or longrope's two lists."""
-    given, family = model.given, every_family()[model.name]
-    base = given.get("rope.freq_base", float, 1e4)
-    full, sliding = family.bases or ("rope_theta", "rope_theta")
-    usual = base if sliding == full or given.architecture == "mellum" else 1e4
-    other = given.get("rope.freq_base_swa", float, usual)
-    if sliding == full and other != base:
-        given.refuse("rope.freq_base_swa", f"{base}, as in layers without a window")
-    found: dict[str, Any] = {full: base, sliding: other}
-    kind = given.get("rope.scaling.type", str, "linear")
-    factor = given.get("rope.scaling.factor", float) or given.get("rope.scale_linear", float) or 1
-    magnitude = given.get("rope.scaling.attn_factor", float, 1.0)
-    stored = [model.tensors[name] for name in ROTATIONS if name in model.tensors]
+def _rope_keys(model: GGUFModel) -> Json:
+    """The RoPE parameters as keys of config.json. Files with llama3 or longrope store a tensor with
+    a divisor per RoPE frequency instead of the parameters; longrope has two such tensors."""
+    metadata, family = model.metadata, every_family()[model.architecture]
+    base = metadata.get("rope.freq_base", float, 1e4)
+    full, sliding = family.rope_theta_keys or ("rope_theta", "rope_theta")
+    default = base if sliding == full or metadata.architecture == "mellum" else 1e4
+    sliding_base = metadata.get("rope.freq_base_swa", float, default)
+    if sliding == full and sliding_base != base:
+        metadata.reject("rope.freq_base_swa", f"{base}, as in layers without a window")
+    found: dict[str, Any] = {full: base, sliding: sliding_base}
+    kind = metadata.get("rope.scaling.type", str, "linear")
+    factor = metadata.get("rope.scaling.factor", float)
+    factor = factor or metadata.get("rope.scale_linear", float) or 1
+    magnitude = metadata.get("rope.scaling.attn_factor", float, 1.0)
+    stored = [model.tensors[name] for name in ROPE_FACTORS if name in model.tensors]
     factors = [read_rows(tensor).flatten().tolist() for tensor in stored]
     scaling: dict[str, Any] = {}
-    usual_rope = ConfigReader({}, family.defaults, model_type=family.model_type).nonempty(
-        "rope_parameters"
-    )
-    if FULL in usual_rope:
-        return _proportional(given, factors, base, other)
+    reader = ConfigReader({}, family.defaults, model_type=family.model_type)
+    if FULL in (usual := reader.get_dict("rope_parameters")):
+        return _proportional_rope_keys(metadata, factors, base, sliding_base)
     if factors:
         long, short = factors[0], factors[-1]
         scaling = {"rope_type": "longrope", "long_factor": long, "short_factor": short}
         scaling["attention_factor"] = magnitude
         if len(factors) > 2 or kind == "yarn" or factor != 1:
-            given.refuse("rope.scaling.type", f"none beside tensors such as {ROTATIONS[0]}")
+            metadata.reject("rope.scaling.type", f"none, with a tensor such as {ROPE_FACTORS[0]}")
     elif kind == "yarn":
-        scaling = {"rope_type": "yarn", "factor": factor, "truncate": usual_rope.get("truncate")}
-        scaling |= {key: given.get(KEYS[key].gguf, float) for key in YARN}
-        if "llama_4_scaling_beta" in usual_rope:
-            scaling |= {key: given.get(KEYS[key].gguf, float) for key in GROWING}
+        scaling = {"rope_type": "yarn", "factor": factor, "truncate": usual.get("truncate")}
+        scaling |= {key: metadata.get(SCHEMA[key].gguf, float) for key in YARN_KEYS}
+        if "llama_4_scaling_beta" in usual:
+            scaling |= {key: metadata.get(SCHEMA[key].gguf, float) for key in POSITION_SCALE_KEYS}
             scaling["mscale"] = 1.0  # Why: no file has another value.
-        elif given.architecture == "deepseek2":
+        elif metadata.architecture == "deepseek2":
             # Why times ten: writers multiply it by 0.1. No file has another value for `mscale`.
-            log = 10 * given.get("rope.scaling.yarn_log_multiplier", float, 0.0)
+            log = 10 * metadata.get("rope.scaling.yarn_log_multiplier", float, 0.0)
             scaling |= {"mscale": log, "mscale_all_dim": log} if log else {}
-        if given.get("rope.scaling.yarn_ext_factor", float, 1.0) != 1:
-            given.refuse("rope.scaling.yarn_ext_factor", "1")
+        if metadata.get("rope.scaling.yarn_ext_factor", float, 1.0) != 1:
+            metadata.reject("rope.scaling.yarn_ext_factor", "1")
     elif kind == "linear" and factor != 1:
         scaling = {"rope_type": "linear", "factor": factor}
     elif kind not in ("none", "linear"):
-        given.refuse("rope.scaling.type", "none, linear, yarn, longrope with its tensors")
-    if "llama_4_scaling_beta" in usual_rope.keys() - scaling.keys():
-        given.refuse("attention.temperature_scale", "0 without yarn")
+        metadata.reject("rope.scaling.type", "none, linear, yarn, and longrope with its tensors")
+    if "llama_4_scaling_beta" in usual.keys() - scaling.keys():
+        metadata.reject("attention.temperature_scale", "0 without yarn")
     if magnitude != 1 and not factors:
-        given.refuse("rope.scaling.attn_factor", "1 without longrope's tensors")
-    original = given.get("rope.scaling.original_context_length", int)
+        metadata.reject("rope.scaling.attn_factor", "1 without longrope's tensors")
+    original = metadata.get("rope.scaling.original_context_length", int)
     if scaling:
         found["rope_scaling"] = {key: value for key, value in scaling.items() if value is not None}
-        found[ORIGINAL] = original or given.get("context_length", int)
+        found[ORIGINAL] = original or metadata.get("context_length", int)
     return found
 
 
-def _ends(given: Metadata) -> Iterator[tuple[str, int | None]]:
-    """The sources of EOS tokens: keys, and names of control tokens."""
-    words = "tokenizer.ggml"
-    tokens = given.read(f"{words}.tokens", list[str], [])
-    kinds = given.read(f"{words}.token_type", list[int], [])
-    ends = {
-        text: number
-        for number, (text, kind) in enumerate(zip(tokens, kinds, strict=False))
-        if text in ENDS and kind == CONTROL
+def _eos_sources(metadata: Metadata) -> Iterator[tuple[str, int | None]]:
+    """See `ModelConfig.eos_sources`: keys, and control tokens that are in `END_TOKENS`."""
+    prefix = "tokenizer.ggml"
+    tokens = metadata.read(f"{prefix}.tokens", list[str], [])
+    types = metadata.read(f"{prefix}.token_type", list[int], [])
+    found = {
+        token: token_id
+        for token_id, (token, kind) in enumerate(zip(tokens, types, strict=False))
+        if token in END_TOKENS and kind == CONTROL_TYPE
     }
-    if {"<|return|>", "<|call|>"} <= ends.keys():
-        ends.pop("<|end|>", None)  # Why: there it ends a message, and an output has several.
-    for key in (f"{words}.{name}_token_id" for name in ("eos", "eot", "eom")):
-        yield key, given.read(key, int)
-    yield from (("its known name", token_id) for token_id in ends.values())
+    if {"<|return|>", "<|call|>"} <= found.keys():
+        found.pop("<|end|>", None)  # Why: in gpt-oss it ends a message, not the output.
+    for key in (f"{prefix}.{name}_token_id" for name in ("eos", "eot", "eom")):
+        yield key, metadata.read(key, int)
+    yield from (("its known name", token_id) for token_id in found.values())
 
 
-def _quantization(here: Mapping[str, Entry]) -> StoredQuantization | None:
+def _quantization(entries: Mapping[str, Entry]) -> StoredQuantization | None:
     """How matrices are stored; None: as floats."""
-    stored = {name: entry.tensor.type for name, entry in here.items()}
-    types = {name.removesuffix(".weight"): it for name, it in stored.items() if it not in FLOATS}
+    stored = {name: entry.tensor.type for name, entry in entries.items()}
+    types = {name.removesuffix(".weight"): t for name, t in stored.items() if t not in FLOATS}
     if not types:
         return None
-    blocks = [TYPES[it] for it in types.values()]
+    blocks = [TYPES[kind] for kind in types.values()]
     bits = sum(8 * block.bytes / block.inputs for block in blocks) / len(blocks)
     return StoredQuantization(
         format="gguf",
@@ -248,15 +250,18 @@ def _quantization(here: Mapping[str, Entry]) -> StoredQuantization | None:
 
 
 # fmt: off
-def _proportional(given: Metadata, factors: list[list[float]], full: float, sliding: float) -> Json:
-    """Gemma 4: in layers with full attention, pairs without RoPE have huge factors."""
-    each = factors[0] if factors else [1.0]
-    rotated = each.count(1.0)
-    if len(factors) > 1 or min(each[rotated:], default=1e30) < 1e29:
-        given.refuse("rope.scaling.type", f"1 and then 1e30 in {ROTATIONS[0]}")
-    part = {"rope_type": "proportional", "partial_rotary_factor": rotated / len(each)}
+def _proportional_rope_keys(
+    metadata: Metadata, factors: list[list[float]], full: float, sliding: float,
+) -> Json:
+    """Gemma 4: in layers with full attention, pairs of dimensions without RoPE have a huge divisor,
+    so that they are hardly rotated."""
+    divisors = factors[0] if factors else [1.0]
+    rotated = divisors.count(1.0)
+    if len(factors) > 1 or min(divisors[rotated:], default=1e30) < 1e29:
+        metadata.reject("rope.scaling.type", f"{ROPE_FACTORS[0]} with 1, followed by 1e30")
+    scaled = {"rope_type": "proportional", "partial_rotary_factor": rotated / len(divisors)}
     return {"rope_parameters": {
-        FULL: {**part, "rope_theta": full},
+        FULL: {**scaled, "rope_theta": full},
         SLIDING: {"rope_type": "default", "rope_theta": sliding},
     }}
 # fmt: on

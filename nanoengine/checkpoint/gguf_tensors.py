@@ -1,8 +1,7 @@
-"""GGUFModel: a GGUF file's tensors under our names, and the changes to their rows when they are
-read.
+"""GGUFModel: the tensors of a GGUF file by our names, with the transforms to apply on reading.
 
-If a file stores the rows of queries and keys in another order, reading restores the original order,
-so models and kernels are the same as for the original checkpoint. Called by `files.py` and
+Some files store the rows of queries and keys in another order than the original checkpoint. Reading
+restores the original order, so models and kernels need no special case. Called by `files.py` and
 `gguf_models.py`; knows neither layers nor how quantized blocks are decoded.
 """
 
@@ -22,12 +21,12 @@ from nanoengine.checkpoint.gguf_keys import Metadata
 from nanoengine.errors import UnsupportedModelError, WeightLoadError
 from nanoengine.settings.checks import join_names, repr_short
 
-ROTATIONS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+ROPE_FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 """Tensors that are read with the config."""
 
 # fmt: off
 MATRICES = ("gate", "up", "down")
-NAMES = {
+TENSOR_NAMES = {
     "token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head",
     "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
     "post_attention_norm": "attention_output_norm", "post_ffw_norm": "mlp_output_norm",
@@ -50,40 +49,40 @@ NAMES = {
     "shortconv.conv": "conv.conv", "shortconv.in_proj": "conv.in_proj",
     "shortconv.out_proj": "conv.out_proj", "token_embd_norm": "model.norm",
 }
-"""A tensor's name, without the layer and mostly without ".weight" -> our name. {} is the index of
-an expert in a stack; with two {}, the stack holds both gate and up rows."""
-SPLIT: dict[str, dict[str, tuple[int, ...]]] = {
+"""Name of a tensor in the file, without the layer prefix and usually without ".weight" -> our name.
+{} is the index of an expert in a stack; with two {}, the stack has both gate and up rows."""
+SPLIT_TENSORS: dict[str, dict[str, tuple[int, ...]]] = {
     "attn_qkv": {"self_attn.q_proj": (0,), "self_attn.k_proj": (1,), "self_attn.v_proj": (2,)},
     "ssm_in": {"linear_attn.in_proj_qkv": (0, 1, 2), "linear_attn.in_proj_z": (3,)},
     "ssm_ba": {"linear_attn.in_proj_b": (0,), "linear_attn.in_proj_a": (1,)},
 }
-"""A tensor that contains several of ours, unless its architecture names it -> the parts of its rows
-for each: see `GGUFModel._sizes`."""
+"""Tensor that contains several of ours -> our names, each with the parts of its rows that belong to
+it (see `GGUFModel._part_sizes`). Not used if the architecture has its own name for the tensor."""
 # fmt: on
 
-Change = Callable[[torch.Tensor], torch.Tensor]
+Transform = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Entry(NamedTuple):
-    """One of our tensors in a file.
+    """The source of one of our tensors in a GGUF file.
 
     Attributes:
-        tensor: its location; in a stack of experts, one expert's matrix.
-        shape: as layers have it.
-        changes: functions that are applied in order to its rows when they are read.
+        tensor: its location; in a stack of experts, the matrix of one expert.
+        shape: the shape that layers expect.
+        transforms: functions that are applied to its rows, in this order, when they are read.
     """
 
     tensor: GGUFTensor
     shape: tuple[int, ...]
-    changes: tuple[Change, ...] = ()
+    transforms: tuple[Transform, ...] = ()
 
 
 class GGUFModel:
-    """One file, or set of files, of a known architecture.
+    """One GGUF file, or set of files, of a supported architecture.
 
     Attributes:
-        name: its family, by the architecture of a config.json.
-        files: the differences of this family's GGUF files.
+        architecture: the name that a config.json of this model has in `architectures`.
+        differences: the differences between GGUF files and checkpoints of this family.
 
     Raises:
         UnsupportedModelError: the architecture is unknown, or the file is not a language model.
@@ -91,55 +90,56 @@ class GGUFModel:
     """
 
     def __init__(self, path: Path) -> None:
-        self.tensors, metadata = read_gguf(path)[::-1]
-        self.given = given = Metadata(path, metadata, self.tensors)
-        kind, every = given.read("general.type", str, "model"), every_family()
+        raw, self.tensors = read_gguf(path)
+        self.metadata = metadata = Metadata(path, raw, self.tensors)
+        kind, every = metadata.read("general.type", str, "model"), every_family()
         known = sorted({name for family in every.values() for name in family.gguf})
-        if kind != "model" or given.architecture not in known:
-            what = {"architecture": given.architecture} if kind == "model" else {"type": kind}
+        if kind != "model" or metadata.architecture not in known:
+            what = {"architecture": metadata.architecture} if kind == "model" else {"type": kind}
             ((key, value),) = what.items()
             raise UnsupportedModelError(
                 f"{path} has general.{key}={repr_short(value)}; supported are language models of"
-                f" {join_names(known, like=given.architecture)}"
+                f" {join_names(known, like=metadata.architecture)}"
             )
-        own = given.architecture
+        own = metadata.architecture
         found = [(name, family.gguf[own]) for name, family in every.items() if own in family.gguf]
-        asked = [one for one in found if one[1].when is not None and one[1].when(given)]
-        self.name, self.files = (asked or [one for one in found if one[1].when is None])[0]
+        matching = [one for one in found if one[1].when is not None and one[1].when(metadata)]
+        matching = matching or [one for one in found if one[1].when is None]
+        self.architecture, self.differences = matching[0]
 
     def entries(self) -> dict[str, Entry]:
-        """All tensors by our names. An unknown tensor keeps its name within the layer, and is
-        reported as unexpected."""
-        found, changes = dict[str, Entry](), self._changes()
+        """All tensors by our names. An unknown tensor keeps its name within the layer, and the
+        weight loader reports it as unexpected."""
+        found, transforms = dict[str, Entry](), self._transforms()
 
-        def put(ours: str, tensor: GGUFTensor, shape: tuple[int, ...], *first: Change) -> None:
-            then = changes.get(ours.split(".", 3)[-1])
-            found[ours] = Entry(tensor, shape, (*first, *((then,) if then else ())))
+        def add(ours: str, tensor: GGUFTensor, shape: tuple[int, ...], *first: Transform) -> None:
+            last = transforms.get(ours.split(".", 3)[-1])
+            found[ours] = Entry(tensor, shape, (*first, *((last,) if last else ())))
 
         for name, tensor in self.tensors.items():
-            if name in ROTATIONS:
+            if name in ROPE_FACTORS:
                 continue
             ours, shape, stem = self._our_name(name), tensor.shape, name.split(".")[-2:][0]
             parts = ("gate", "up") if ours.count("{}") == 2 else ("",)
-            stacked = "{}" in ours and not {"{", "}"} & set(name)
-            if stacked and len(shape) == 3 and not shape[1] % len(parts):
-                one = tensor._replace(shape=(shape[1] // len(parts), shape[2]))
+            is_stack = "{}" in ours and not {"{", "}"} & set(name)
+            if is_stack and len(shape) == 3 and not shape[1] % len(parts):
+                matrix = tensor._replace(shape=(shape[1] // len(parts), shape[2]))
                 for n in range(shape[0] * len(parts)):
-                    place = tensor.offset + n * one.num_rows * one.row_bytes
-                    each = ours.format(n // len(parts), parts[n % len(parts)])
-                    put(each, one._replace(offset=place), one.shape)
+                    offset = tensor.offset + n * matrix.num_rows * matrix.row_bytes
+                    expert = ours.format(n // len(parts), parts[n % len(parts)])
+                    add(expert, matrix._replace(offset=offset), matrix.shape)
                 continue
-            if stem in SPLIT and stem not in self.files.names:
-                groups, sizes = self._sizes(stem)
+            if stem in SPLIT_TENSORS and stem not in self.differences.names:
+                groups, sizes = self._part_sizes(stem)
                 if (expected := groups * sum(sizes)) != shape[0]:
                     raise WeightLoadError(
-                        f"{tensor.file}: {repr_short(name)} has {shape[0]} rows; by the sizes"
-                        f" that the file names it has {expected}"
+                        f"{tensor.file}: {repr_short(name)} has {shape[0]} rows; the sizes in the"
+                        f" file's metadata give {expected}"
                     )
-                for part, wanted in SPLIT[stem].items():
-                    rows = groups * sum(sizes[n] for n in wanted)
-                    own = partial(_parts, groups=groups, sizes=sizes, wanted=wanted)
-                    put(ours.replace(stem, part), tensor, (rows, *shape[1:]), own)
+                for part, indices in SPLIT_TENSORS[stem].items():
+                    rows = groups * sum(sizes[n] for n in indices)
+                    select = partial(_select_parts, groups=groups, sizes=sizes, indices=indices)
+                    add(ours.replace(stem, part), tensor, (rows, *shape[1:]), select)
                 continue
             if ours.endswith("shared_expert_gate.weight"):
                 shape = (1, prod(shape))
@@ -150,100 +150,102 @@ class GGUFModel:
             elif ours.endswith((".k_b_proj.weight", ".v_b_proj.weight")):
                 shape = (prod(shape[:-1]), shape[-1])
                 tensor = tensor._replace(shape=shape)
-            put(ours, tensor, shape)
+            add(ours, tensor, shape)
         return found
 
-    def _changes(self) -> dict[str, Change]:
-        """Our name after the layer prefix -> the change to rows when they are read."""
-        given, found = self.given, dict[str, Change]()
-        if self.files.pairs:
-            unpaired = partial(_unpaired, head_dim=given.head_dim)
+    def _transforms(self) -> dict[str, Transform]:
+        """Our name after the layer prefix -> the transform that is applied to rows when read."""
+        metadata, found = self.metadata, dict[str, Transform]()
+        if self.differences.interleaved:
+            half_split = partial(deinterleave_rope, head_dim=metadata.head_dim)
             found |= {
-                f"self_attn.{x}_proj.{end}": unpaired for x in "qk" for end in ("weight", "bias")
+                f"self_attn.{x}_proj.{end}": half_split for x in "qk" for end in ("weight", "bias")
             }
         found |= dict.fromkeys(("linear_attn.A_log", "mamba.A_log"), lambda rows: (-rows).log())
-        key_heads, heads = (given.get(f"ssm.{n}", int) for n in ("group_count", "time_step_rank"))
-        if self.files.tiled and key_heads and heads:
-            grouped = partial(_grouped, key_heads=key_heads, each=max(1, heads // key_heads))
-            skipping = partial(grouped, skipped=2 * key_heads * given.get("ssm.state_size", int, 0))
+        key_heads = metadata.get("ssm.group_count", int)
+        heads = metadata.get("ssm.time_step_rank", int)
+        if self.differences.tiled and key_heads and heads:
+            grouped = partial(group_heads, key_heads=key_heads, ratio=max(1, heads // key_heads))
+            skipped = 2 * key_heads * metadata.get("ssm.state_size", int, 0)
+            after_keys = partial(grouped, skipped=skipped)
             names = ("in_proj_z.weight", "in_proj_a.weight", "in_proj_b.weight", "dt_bias")
             found |= {f"linear_attn.{name}": grouped for name in names}
-            skipped = ("in_proj_qkv.weight", "conv1d.weight")
-            found |= {f"linear_attn.{name}": skipping for name in skipped}
+            names = ("in_proj_qkv.weight", "conv1d.weight")
+            found |= {f"linear_attn.{name}": after_keys for name in names}
             found["linear_attn.A_log"] = lambda rows: grouped(-rows).log()
         return found
 
-    def _sizes(self, stem: str) -> tuple[int, tuple[int, ...]]:
-        """The number of groups in the rows of a tensor of `SPLIT`, and the rows per group of each
-        part."""
-        given = self.given
+    def _part_sizes(self, stem: str) -> tuple[int, tuple[int, ...]]:
+        """For a tensor of `SPLIT_TENSORS`: the number of groups of its rows, and how many rows of a
+        group belong to each part."""
+        metadata = self.metadata
         if stem == "attn_qkv":
-            heads = given.one("attention.head_count", int, 0)
-            key_heads = given.one("attention.head_count_kv", int, heads)
-            return 1, tuple(given.head_dim * count for count in (heads, key_heads, key_heads))
-        groups = given.get("ssm.group_count", int) or 1
-        each, key, value = (
-            given.get(f"ssm.{name}", int, 0)
+            heads = metadata.uniform("attention.head_count", int, 0)
+            key_heads = metadata.uniform("attention.head_count_kv", int, heads)
+            return 1, tuple(metadata.head_dim * count for count in (heads, key_heads, key_heads))
+        groups = metadata.get("ssm.group_count", int) or 1
+        heads, key, value = (
+            metadata.get(f"ssm.{name}", int, 0)
             for name in ("time_step_rank", "state_size", "inner_size")
         )
-        each, value = each // groups, value // groups
-        return groups, (each, each) if stem == "ssm_ba" else (key, key, value, value)
+        heads, value = heads // groups, value // groups
+        return groups, (heads, heads) if stem == "ssm_ba" else (key, key, value, value)
 
     def _our_name(self, name: str) -> str:
-        begin, _, rest = name.partition(".")
-        layer, _, part = rest.partition(".") if begin == "blk" else ("", "", name)
+        prefix, _, rest = name.partition(".")
+        layer, _, part = rest.partition(".") if prefix == "blk" else ("", "", name)
         stem, _, end = part.rpartition(".")
-        names = NAMES | self.files.names
+        names = TENSOR_NAMES | self.differences.names
         ours = names.get(part) or f"{names.get(stem, stem)}.{end}"
         return f"model.layers.{layer}.{ours}" if layer else ours
 
 
-def _unpaired(rows: torch.Tensor, head_dim: int) -> torch.Tensor:
-    """Reorders rows of whole heads from interleaved RoPE (pairs of neighbours) to the half-split
-    form."""
+def deinterleave_rope(rows: torch.Tensor, head_dim: int) -> torch.Tensor:
+    """Reorders rows of whole heads from the order for interleaved RoPE (pairs of neighbours) to the
+    order for half-split RoPE."""
     return rows.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
 
 
-def _grouped(rows: torch.Tensor, key_heads: int, each: int, skipped: int = 0) -> torch.Tensor:
-    """Reorders value heads. A file first has the first value head of each key head, then the
-    second; the result is grouped by key head. The first `skipped` rows belong to other heads and
-    stay."""
-    values = rows[skipped:].unflatten(0, (each, key_heads, -1)).transpose(0, 1).flatten(0, 2)
+def group_heads(rows: torch.Tensor, key_heads: int, ratio: int, skipped: int = 0) -> torch.Tensor:
+    """Reorders value heads, of which there are `ratio` per key head. A file has the first value
+    head of each key head, then the second of each; the result is grouped by key head. The first
+    `skipped` rows are queries and keys, and keep their order."""
+    values = rows[skipped:].unflatten(0, (ratio, key_heads, -1)).transpose(0, 1).flatten(0, 2)
     return torch.cat((rows[:skipped], values))
 
 
-def _parts(
-    rows: torch.Tensor, groups: int, sizes: tuple[int, ...], wanted: tuple[int, ...]
+def _select_parts(
+    rows: torch.Tensor, groups: int, sizes: tuple[int, ...], indices: tuple[int, ...]
 ) -> torch.Tensor:
-    """Selects the wanted parts from rows in `groups` groups, which consist of parts of these
-    `sizes`; the parts are concatenated."""
+    """Selects parts of the rows and concatenates them. Each of `groups` groups of rows consists of
+    parts of these `sizes`."""
     parts = rows.unflatten(0, (groups, -1)).split(sizes, dim=1)
-    return torch.cat([parts[n].flatten(0, 1) for n in wanted])
+    return torch.cat([parts[n].flatten(0, 1) for n in indices])
 
 
 def read_entries(
     path: Path, parts: Mapping[str, tuple[slice, ...]]
 ) -> Iterator[tuple[str, torch.Tensor | StoredRows]]:
-    """See `read_tensors`. Rows of a quantized tensor are returned whole, as bytes that are read
-    later."""
-    here = GGUFModel(path).entries()
+    """See `read_tensors`. For a quantized tensor it returns StoredRows, whose bytes are read when
+    they are sliced. They are always whole rows."""
+    entries = GGUFModel(path).entries()
     for name, part in parts.items():
-        tensor, shape, changes = here[name]
+        tensor, shape, transforms = entries[name]
         first, last, columns = 0, tensor.num_rows, part
         if part and shape == tensor.shape and len(shape) == 2:
             (first, last, _), columns = part[0].indices(shape[0]), (slice(None), *part[1:])
-        if tensor.type not in FLOATS and not changes:
+        if tensor.type not in FLOATS and not transforms:
             yield name, StoredRows(tensor, first, last)
             continue
         found = read_rows(tensor, first, last)
-        whole = tensor.type in FLOATS and len(found) == tensor.num_rows
-        found = found.view(tensor.shape) if whole else found
-        for change in changes:
-            found = change(found)
-        found = found.view(shape) if whole else found
+        is_whole = tensor.type in FLOATS and len(found) == tensor.num_rows
+        found = found.view(tensor.shape) if is_whole else found
+        for transform in transforms:
+            found = transform(found)
+        found = found.view(shape) if is_whole else found
         yield name, found[columns] if tensor.type in FLOATS else found
 
 
-def files_of(path: Path) -> list[Path]:
+def gguf_parts(path: Path) -> list[Path]:
     """The file, or all parts of its set."""
     return sorted({tensor.file for tensor in read_gguf(path).tensors.values()})

@@ -1,10 +1,10 @@
-"""The purpose of a checkpoint's hidden states: embedding, classification, or yes-no scores.
+"""Reads how a checkpoint's hidden states become embeddings, class probabilities or yes-no scores.
 
-    architectures          the decoder of a model without a language head (`decoder_of`)
-    modules.json           Sentence Transformers: which hidden states, and how they are processed
-    2_Dense                one of its layers after the pooling
+    architectures          the decoder of a model without a language head (`find_decoder`)
+    modules.json           Sentence Transformers: which hidden states are pooled, and further layers
+    2_Dense                a layer after the pooling
     score.weight           a classification head
-    two rows of lm_head    the answers yes and no
+    two rows of lm_head    scores of the tokens for yes and no
 
 Called by `config.py` for an architecture that is not a language model, and by
 `features/pooling.py`. Source: the files that sentence-transformers and transformers write.
@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from nanoengine.checkpoint.config_reader import Json
-from nanoengine.checkpoint.files import Stored, read_tensors, stored_tensors
+from nanoengine.checkpoint.files import TensorInfo, read_tensors, stored_tensors
 from nanoengine.checkpoint.slots import PREFIXES
 from nanoengine.errors import ModelError, UnsupportedModelError
 from nanoengine.settings.checks import check_value, join_names, repr_short
@@ -38,19 +38,19 @@ ENCODERS = (
 )  # fmt: skip
 """Prefixes of the architectures of encoders."""
 
-HEAD = "score.weight"
+CLASSIFIER_WEIGHT = "score.weight"
 
 MODES: dict[str, Pooling] = {
     "pooling_mode_cls_token": "cls",
     "pooling_mode_mean_tokens": "mean",
     "pooling_mode_lasttoken": "last",
 }
-"""Flag of a Pooling module -> its mode; any other flag is rejected."""
+"""Flag of a Pooling module -> its mode. Other modes are rejected."""
 
 
 class Dense(NamedTuple):
-    """A layer after the pooling: weight [out, in] and bias [out], float32, and torch's name of its
-    activation."""
+    """A layer after the pooling: weight [out, in] and bias [out], float32, and the name of its
+    activation in torch."""
 
     weight: np.ndarray
     bias: np.ndarray | float
@@ -59,13 +59,13 @@ class Dense(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolingConfig:
-    """A checkpoint's settings for embeddings.
+    """The settings of a checkpoint for embeddings.
 
     Attributes:
-        pooling: which hidden states are used.
+        pooling: which hidden states become the vector.
         normalize: whether vectors are scaled to length 1.
-        max_tokens: the longest supported text; None: the model's context.
-        default_prompt: prepended to each text by sentence-transformers, by default.
+        max_tokens: length of the longest supported text; None: the model's context.
+        default_prompt: a prompt that sentence-transformers prepends to each text by default.
         dense: layers after the pooling.
     """
 
@@ -76,14 +76,14 @@ class PoolingConfig:
     dense: tuple[Dense, ...] = ()
 
 
-def decoder_of(name: str, generators: Collection[str]) -> str | None:
-    """Finds the entry of `generators` that has the same decoder as an architecture without its
+def find_decoder(name: str, generators: Collection[str]) -> str | None:
+    """Finds the entry of `generators` with the same decoder as an architecture without a language
     head.
 
     Raises:
-        UnsupportedModelError: it is an encoder.
+        UnsupportedModelError: the architecture is an encoder.
 
-    >>> decoder_of("Qwen3Model", ["Qwen3ForCausalLM"])
+    >>> find_decoder("Qwen3Model", ["Qwen3ForCausalLM"])
     'Qwen3ForCausalLM'
     """
     for ending in ("TextModel", "Model", f"Text{CLASSIFIER}", CLASSIFIER):
@@ -92,9 +92,8 @@ def decoder_of(name: str, generators: Collection[str]) -> str | None:
             return found
     if name.startswith(ENCODERS):
         raise UnsupportedModelError(
-            f"architecture {repr_short(name)} is an encoder, in which a token sees those behind it;"
-            " only decoders are implemented: use a model on the base of one, such as"
-            " Qwen3-Embedding or e5-mistral"
+            f"architecture {repr_short(name)} is an encoder; supported: embedding models that are"
+            " based on a decoder, such as Qwen3-Embedding or e5-mistral"
         )
     return None
 
@@ -103,10 +102,11 @@ def decoder_of(name: str, generators: Collection[str]) -> str | None:
 
 
 def read_pooling(directory: Path) -> PoolingConfig:
-    """Reads the directory's modules.json; without it, the last token with length 1.
+    """Reads modules.json of the directory. Without it, the vector is the hidden state of the last
+    token, scaled to length 1.
 
     Raises:
-        UnsupportedModelError: names a module or a kind of pooling that is not implemented.
+        UnsupportedModelError: a module or a pooling mode is not implemented; the message names it.
     """
     path = directory / "modules.json"
     if not os.path.lexists(path):
@@ -121,33 +121,33 @@ def read_pooling(directory: Path) -> PoolingConfig:
     kinds = [str(module.get("type", "")).rpartition(".")[2] for module in modules]
     if not re.fullmatch("Transformer Pooling( Dense)*( Normalize)?", " ".join(kinds)):
         raise UnsupportedModelError(
-            f"{path} has the modules {join_names(kinds)}; supported: Transformer,"
-            " Pooling and, behind them, Dense and Normalize"
+            f"{path} has the modules {join_names(kinds)}; supported: Transformer and"
+            " Pooling, followed by any number of Dense and at most one Normalize"
         )
-    where = [check_value(one.get("path", ""), str, str(path), ModelError) for one in modules]
-    if any(Path(part).is_absolute() or ".." in Path(part).parts for part in where):
-        raise ModelError(f"{path} names a directory outside of the checkpoint: {repr_short(where)}")
-    if where[0]:
+    paths = [check_value(m.get("path", ""), str, str(path), ModelError) for m in modules]
+    if any(Path(part).is_absolute() or ".." in Path(part).parts for part in paths):
+        raise ModelError(f"{path} names a directory outside of the checkpoint: {repr_short(paths)}")
+    if paths[0]:
         raise UnsupportedModelError(
-            f"{path} keeps the model in {repr_short(where[0])}; supported: beside it"
+            f"{path}: the model is in {repr_short(paths[0])}; supported: in the same directory"
         )
-    options = _optional(directory / "sentence_bert_config.json")
+    options = _read_optional(directory / "sentence_bert_config.json")
     if options.get("do_lower_case"):
         raise UnsupportedModelError(
             "sentence_bert_config.json: do_lower_case=True is not implemented; supported: False"
         )
     max_tokens = options.get("max_seq_length")
     if max_tokens is None:
-        max_tokens = _optional(directory / "tokenizer_config.json").get("model_max_length")
-    prompts = _optional(directory / "config_sentence_transformers.json")
+        max_tokens = _read_optional(directory / "tokenizer_config.json").get("model_max_length")
+    prompts = _read_optional(directory / "config_sentence_transformers.json")
     named = prompts.get("default_prompt_name")
     return PoolingConfig(
-        pooling=_mode(directory / where[1] / "config.json"),
+        pooling=_pooling_mode(directory / paths[1] / "config.json"),
         normalize="Normalize" in kinds,
         max_tokens=check_value(max_tokens, int | float | None, "max_seq_length", ModelError),
         default_prompt="" if named is None else str(prompts.get("prompts", {}).get(named, "")),
         dense=tuple(
-            _dense(directory / at) for at, kind in zip(where, kinds, strict=True) if kind == "Dense"
+            _dense(directory / p) for p, kind in zip(paths, kinds, strict=True) if kind == "Dense"
         ),
     )
 
@@ -156,15 +156,16 @@ def _dense(directory: Path) -> Dense:
     """Reads a Dense module.
 
     Raises:
-        UnsupportedModelError: its input is not only the pooled vector.
+        UnsupportedModelError: its input is not the pooled vector, or its weight is not a matrix.
     """
     options, stored = read_object(directory / "config.json", ModelError), stored_tensors(directory)
-    asked = options.get("module_input_name", "sentence_embedding")
+    source = options.get("module_input_name", "sentence_embedding")
     weight, bias = stored.get("linear.weight"), stored.get("linear.bias")
-    if asked != "sentence_embedding" or weight is None or len(weight.shape) != 2:
+    if source != "sentence_embedding" or weight is None or len(weight.shape) != 2:
         raise UnsupportedModelError(
-            f"{directory} is a Dense module of {repr_short(asked)} with {join_names(stored)};"
-            " supported: one of 'sentence_embedding' with the matrix linear.weight"
+            f"{directory} is a Dense module with module_input_name={repr_short(source)} and the"
+            f" tensors {join_names(stored)}; supported: 'sentence_embedding', with a matrix"
+            " linear.weight"
         )
     return Dense(
         _read(weight, "linear.weight", ()).numpy(),
@@ -173,53 +174,53 @@ def _dense(directory: Path) -> Dense:
     )
 
 
-def _optional(path: Path) -> Json:
+def _read_optional(path: Path) -> Json:
     return read_object(path, ModelError) if os.path.lexists(path) else {}
 
 
-def _mode(path: Path) -> Pooling:
-    given = read_object(path, ModelError)
-    asked = [key for key, on in given.items() if key.startswith("pooling_mode_") and on is True]
-    named = given.get("pooling_mode")  # as sentence-transformers writes it since version 5
+def _pooling_mode(path: Path) -> Pooling:
+    options = read_object(path, ModelError)
+    modes = [key for key, on in options.items() if key.startswith("pooling_mode_") and on is True]
+    named = options.get("pooling_mode")  # sentence-transformers writes this key since version 5
     if named is not None:
         names = [named] if isinstance(named, str) else list(named)
-        ends = {"cls": "cls_token", "mean": "mean_tokens"}
-        asked = [f"pooling_mode_{ends.get(name, name)}" for name in names]
-    if len(asked) != 1 or asked[0] not in MODES:
+        flags = {"cls": "cls_token", "mean": "mean_tokens"}
+        modes = [f"pooling_mode_{flags.get(name, name)}" for name in names]
+    if len(modes) != 1 or modes[0] not in MODES:
         raise UnsupportedModelError(
-            f"{path} asks for {', '.join(map(repr_short, asked)) or 'no pooling'}; supported: one"
+            f"{path} sets {', '.join(map(repr_short, modes)) or 'no pooling mode'}; supported: one"
             f" of {', '.join(MODES)}"
         )
-    return MODES[asked[0]]
+    return MODES[modes[0]]
 
 
 # --- heads ----------------------------------------------------------------------------------------
 
 
-def read_classes(directory: Path) -> torch.Tensor | None:
+def read_classifier(directory: Path) -> torch.Tensor | None:
     """The classification head [classes, hidden_size], float32; None: the checkpoint has none.
 
     Raises:
         WeightLoadError: the files can't be read.
-        UnsupportedModelError: the head has another form.
+        UnsupportedModelError: the head is not a single matrix.
     """
     stored = stored_tensors(directory)
-    if HEAD not in stored:
+    if CLASSIFIER_WEIGHT not in stored:
         return None
-    beside = [name for name in stored if name.startswith("score.") and name != HEAD]
-    if beside or len(stored[HEAD].shape) != 2:
+    extra = [name for name in stored if name.startswith("score.") and name != CLASSIFIER_WEIGHT]
+    if extra or len(stored[CLASSIFIER_WEIGHT].shape) != 2:
+        what = join_names(extra) or f"the shape {list(stored[CLASSIFIER_WEIGHT].shape)}"
         raise UnsupportedModelError(
-            f"the head of classes has {join_names(beside) or list(stored[HEAD].shape)}; supported:"
-            f" one matrix, {HEAD}"
+            f"the classification head has {what}; supported: one matrix, {CLASSIFIER_WEIGHT}"
         )
-    return _read(stored[HEAD], HEAD, ())
+    return _read(stored[CLASSIFIER_WEIGHT], CLASSIFIER_WEIGHT, ())
 
 
 def read_token_rows(directory: Path, token_ids: list[int]) -> torch.Tensor:
-    """The rows of the language head for these tokens [tokens, hidden_size], float32.
+    """The rows of the language head for these tokens, [tokens, hidden_size] float32.
 
     Raises:
-        UnsupportedModelError: the head is not stored as floats.
+        UnsupportedModelError: the language head is quantized.
     """
     stored = stored_tensors(directory)
     tied = [f"{prefix}embed_tokens.weight" for prefix in PREFIXES]
@@ -227,13 +228,13 @@ def read_token_rows(directory: Path, token_ids: list[int]) -> torch.Tensor:
     name = next((name for name in names if name in stored), None)
     if name is None or len(stored[name].shape) != 2:
         raise UnsupportedModelError(
-            "the checkpoint has no language head of floats, so the answers yes and no have no"
-            " score: use the checkpoint that was not quantized"
+            "yes-no scores need a language head that is stored as floats, which this checkpoint"
+            " lacks: use a checkpoint that is not quantized"
         )
     rows = [_read(stored[name], name, (slice(row, row + 1),)) for row in token_ids]
     return torch.cat(rows)
 
 
-def _read(tensor: Stored, name: str, part: tuple[slice, ...]) -> torch.Tensor:
+def _read(tensor: TensorInfo, name: str, part: tuple[slice, ...]) -> torch.Tensor:
     ((_, found),) = read_tensors(tensor.file, {name: part})
     return found.float()

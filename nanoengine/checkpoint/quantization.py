@@ -1,7 +1,7 @@
-"""Quantization: the stored form of a checkpoint, and the form that the engine runs.
+"""StoredQuantization: how a checkpoint is quantized. Quantization: how the engine runs it.
 
 `resolve_quantization` combines the result of `quantization_parsers.parse_quantization` with the
-user's option. Plain values, no torch. Called by `build_engine`.
+option `quantization`. Plain values, no torch. Called by `build_engine`.
 """
 
 from __future__ import annotations
@@ -14,46 +14,45 @@ from typing import Literal
 from nanoengine.errors import ConfigError, UnsupportedModelError
 
 GGUF_WEIGHT_ONLY = "gguf_weight_only"
-"""The option that runs a GGUF file with float activations."""
+"""The value of the option `quantization` that runs a GGUF file with float activations."""
 
 METHODS = ("gptq", "awq", "compressed-tensors", "fp8", "mxfp4")
-"""Values of `quant_method` that `parse_quantization` reads."""
+"""The supported values of `quant_method`."""
 
 FUSED = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
 }
-"""Last part of a fused layer's name -> last parts of the checkpoint's matrices."""
-STATES = {
+"""Last part of the name of a fused layer -> last parts of the names in the checkpoint."""
+FUSED_RECURRENT = {
     "in_proj_qkvz": ("in_proj_qkv", "in_proj_z"),
     "in_proj_ba": ("in_proj_b", "in_proj_a"),
 }
-"""The same for recurrent layers, in GGUF files."""
+"""The same for recurrent layers in GGUF files."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredQuantization:
-    """How a checkpoint's linear layers are stored.
+    """How the linear layers of a checkpoint are stored.
 
     Attributes:
-        format: the layout of its tensors (`layers/quantized_formats.py`); mxfp4 has only experts;
-            gguf: each matrix has its own type.
-        bits: 4 or 8; for gguf the one nearer to its types' average.
-        group_size: inputs that share a scale; None: a whole row does.
-        group_rows: outputs that share a scale; None: all do. If there are several groups of
-            outputs, the last one may be smaller.
+        format: the layout of the tensors (`layers/quantized_formats.py`). With "mxfp4" only experts
+            are quantized; with "gguf" each matrix has its own type.
+        bits: 4 or 8; for gguf, whichever is nearer to the average of its types.
+        group_size: number of inputs that share a scale; None: all inputs of a row.
+        group_rows: number of outputs that share a scale; None: all outputs. The last group of
+            outputs may be smaller.
         symmetric: there are no zero points. GPTQ and AWQ store them in any case.
-        zero_offset: what to add to stored zero points.
-        scattered: GPTQ: the inputs of a group are scattered, so a matrix must list each input's
-            group.
-        activations: what the checkpoint was made for; "int8" is quantized per token, "e4m3" is
-            8-bit floats.
-        skipped: regular expressions of the names of linear layers that are stored as floats.
-        types: gguf: the name of a matrix -> its type.
-        targets: regular expressions of the names that are stored in this form, unless they are
-            skipped.
+        zero_offset: added to the stored zero points.
+        desc_act: GPTQ with act-order: the tensor g_idx has the group of each input.
+        activations: the dtype of activations that the checkpoint was calibrated for; "int8":
+            quantized per token; "e4m3": 8-bit floats.
+        skipped: regular expressions of names of linear layers that are not quantized.
+        types: gguf: name of a matrix -> its type.
+        targets: regular expressions of names of linear layers that are stored in this form, except
+            the skipped ones.
         schemes: all forms in the checkpoint, each with its targets, if there are several; the other
-            fields belong to the first.
+            fields are those of the first form.
     """
 
     format: Literal[
@@ -65,7 +64,7 @@ class StoredQuantization:
     group_rows: int | None = 1
     symmetric: bool = False
     zero_offset: int = 0
-    scattered: bool = False
+    desc_act: bool = False
     activations: Literal["int8", "e4m3", "float"] = "float"
     skipped: tuple[str, ...] = ()
     types: Mapping[str, str] = field(default_factory=dict)
@@ -74,13 +73,13 @@ class StoredQuantization:
 
     @property
     def kind(self) -> str:
-        """The kind of its weights, such as "int4" or "fp8"."""
-        kinds = {f"{'fp' if s.format in FLOATS else 'int'}{s.bits}" for s in self.ways}
+        """The kind of the weights, such as "int4" or "fp8"."""
+        kinds = {f"{'fp' if s.format in FLOAT_FORMATS else 'int'}{s.bits}" for s in self.forms}
         return ", ".join(sorted(set(self.types.values()) or kinds))
 
     @property
-    def ways(self) -> tuple[StoredQuantization, ...]:
-        """The stored forms, one or more."""
+    def forms(self) -> tuple[StoredQuantization, ...]:
+        """All stored forms; at least one."""
         return self.schemes or (self,)
 
     @property
@@ -89,59 +88,59 @@ class StoredQuantization:
         return self.format if self.format in (*METHODS, "gguf") else "compressed-tensors"
 
     def of(self, name: str) -> StoredQuantization | None:
-        """How the linear layer of this full name is stored; None: as floats.
+        """How the linear layer with this full name is stored; None: it is not quantized.
 
         Raises:
-            UnsupportedModelError: matrices that are fused here are stored in different forms, or
-                one has several forms.
+            UnsupportedModelError: the layer is fused here from matrices that are stored in
+                different forms, or several forms match a matrix.
         """
         if self.format == "mxfp4":
             return self if ".experts." in name else None
         names = self.matrices(name)
         if self.format == "gguf":
-            # Why all: matrices that are multiplied as one can't mix floats and blocks.
-            held = name in self.types or all(part in self.types for part in names)
-            return self if held else None
+            # Why all: a fused matrix can't have both floats and quantized blocks.
+            is_stored = name in self.types or all(part in self.types for part in names)
+            return self if is_stored else None
         found = [self._of_matrix(part) for part in names]
         if any(scheme is not found[0] for scheme in found):
             raise UnsupportedModelError(
-                f"quantization_config quantizes only some of {', '.join(names)}, which are"
-                " multiplied as one, or not all in one way; supported: all or none of them"
+                f"quantization_config does not quantize {', '.join(names)} in the same way, but"
+                " they are fused into one layer; supported: the same scheme for all, or for none"
             )
         return found[0]
 
     def matrices(self, name: str) -> list[str]:
-        """The names of the checkpoint's matrices that the linear layer of this name multiplies."""
-        beside, _, last = name.rpartition(".")
-        parts = FUSED.get(last) or (STATES.get(last) if self.format == "gguf" else None)
-        return [f"{beside}.{part}" for part in parts] if parts else [name]
+        """The names of the matrices in the checkpoint that form the linear layer of this name."""
+        prefix, _, last = name.rpartition(".")
+        parts = FUSED.get(last) or (FUSED_RECURRENT.get(last) if self.format == "gguf" else None)
+        return [f"{prefix}.{part}" for part in parts] if parts else [name]
 
     def _of_matrix(self, name: str) -> StoredQuantization | None:
         if any(re.match(skipped, name) for skipped in self.skipped):
             return None
-        found = [s for s in self.ways if any(re.match(target, name) for target in s.targets)]
+        found = [s for s in self.forms if any(re.match(target, name) for target in s.targets)]
         if len(found) > 1:
             raise UnsupportedModelError(
-                f"quantization_config has {len(found)} config_groups for {name}; supported: one for"
-                " each layer"
+                f"quantization_config has {len(found)} config_groups for {name}; supported: one per"
+                " layer"
             )
         return found[0] if found else None
 
 
-FLOATS = ("fp8", "float-quantized", "nvfp4-pack-quantized", "mxfp4")
-"""Formats whose weights are small floats."""
+FLOAT_FORMATS = ("fp8", "float-quantized", "nvfp4-pack-quantized", "mxfp4")
+"""Formats whose weights are 4-bit or 8-bit floats."""
 
-IN_MXFP4 = StoredQuantization(format="mxfp4", bits=4, group_size=32, symmetric=True)
+MXFP4_EXPERTS = StoredQuantization(format="mxfp4", bits=4, group_size=32, symmetric=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quantization:
-    """How the engine stores and multiplies linear layers.
+    """How the engine runs linear layers.
 
     Attributes:
         bits: bits per weight.
         activations: "int8": quantized per token; "float": not quantized.
-        stored: the checkpoint's stored form; None: floats, which are quantized while they load.
+        stored: the form in the checkpoint; None: floats, which are quantized during loading.
     """
 
     bits: int
@@ -150,13 +149,13 @@ class Quantization:
 
     @property
     def holds_embedding(self) -> bool:
-        """Whether the embedding is also kept in the checkpoint's stored form."""
+        """Whether the embedding is also quantized, in the checkpoint's form."""
         return self.stored is not None and "model.embed_tokens" in self.stored.types
 
     def __str__(self) -> str:
         if self.stored is None:
             return f"int{self.bits} weights (quantized at load), {self.activations} activations"
-        formats = " and ".join(dict.fromkeys(way.format for way in self.stored.ways))
+        formats = " and ".join(dict.fromkeys(form.format for form in self.stored.forms))
         kind = self.stored.kind
         return f"{kind} weights (stored as {formats}), {self.activations} activations"
 
@@ -164,33 +163,32 @@ class Quantization:
 def resolve_quantization(
     option: str | None, stored: StoredQuantization | None, *, device: str
 ) -> Quantization | None:
-    """Resolves `EngineConfig.quantization` for this checkpoint. None: the model runs with plain
-    floats, and a quantized checkpoint is dequantized while it loads.
+    """Resolves the option `quantization` for a checkpoint. None: linear layers run as plain floats,
+    and a quantized checkpoint is dequantized during loading.
 
-    On a CPU, a quantized checkpoint is run as it was made, except that e4m3 activations become
-    floats. An option with the same number of bits may still select the activations, and an option
-    with the name of its format changes nothing. A GPU uses float activations for any option.
+    On a CPU, a quantized checkpoint runs in its own form, except that e4m3 activations become
+    floats. An option with the same number of bits may select other activations, and an option with
+    the name of the checkpoint's format changes nothing. A GPU always uses float activations.
 
     Raises:
-        ConfigError: the option contradicts the checkpoint or is not supported on this device.
-        UnsupportedModelError: the checkpoint is quantized and can't be run.
+        ConfigError: the option contradicts the checkpoint.
     """
-    asked = "gguf" if option == GGUF_WEIGHT_ONLY else option
-    if asked in (*METHODS, "gguf"):
+    method = "gguf" if option == GGUF_WEIGHT_ONLY else option
+    if method in (*METHODS, "gguf"):
         found = stored.method if stored else "floats"
-        if asked != found:
+        if method != found:
             raise ConfigError(
                 f"quantization={option!r} contradicts the checkpoint, which is stored as {found}:"
-                " leave the option out, or give a checkpoint of that format"
+                " remove the option, or give a checkpoint of that format"
             )
         if stored and option == GGUF_WEIGHT_ONLY:
             stored = replace(stored, activations="float")
         option = None
     if option is not None and stored and stored.format == "gguf":
         raise ConfigError(
-            f"quantization={option!r} would quantize a GGUF file that is quantized already, in"
-            f" {', '.join(sorted(set(stored.types.values())))}: leave the option out, ask for"
-            f" {GGUF_WEIGHT_ONLY!r}, or give a file of floats"
+            f"quantization={option!r} would quantize a GGUF file that is already quantized in"
+            f" {', '.join(sorted(set(stored.types.values())))}: remove the option, use"
+            f" {GGUF_WEIGHT_ONLY!r}, or give a GGUF file that is not quantized"
         )
     if option is not None:
         bits, floats = int(option[3]), option.endswith("weight_only")
@@ -199,13 +197,13 @@ def resolve_quantization(
         return None
     else:
         bits, activations = stored.bits, "int8" if stored.activations == "int8" else "float"
-    # Why: 8-bit integers are not 8-bit floats, and a GPU supports only one kind of activations.
+    # Why: "int8" does not mean 8-bit floats, and a GPU supports only float activations.
     fixed = stored is not None and (device != "cpu" or bool(stored.schemes) or stored.kind == "fp8")
     if stored and (fixed or bits != stored.bits) and option is not None:
-        other = f", or ask for 'int{stored.bits}' or 'int{stored.bits}_weight_only'"
+        hint = f", or use 'int{stored.bits}' or 'int{stored.bits}_weight_only'"
         raise ConfigError(
             f"quantization={option!r} contradicts the checkpoint, which is stored in {stored.kind}"
-            f" ({stored.format}): leave the option out{'' if fixed else other}"
+            f" ({stored.format}): remove the option{'' if fixed else hint}"
         )
     if device != "cpu":
         activations = "float"

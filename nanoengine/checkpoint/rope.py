@@ -1,6 +1,6 @@
-"""RopeConfig: the RoPE parameters, from the keys of either version of transformers.
+"""RopeConfig: the RoPE parameters of a layer, from a config.json.
 
-transformers 4 writes `rope_theta` and `rope_scaling`, transformers 5 nests all of it in
+transformers 4 writes `rope_theta` and `rope_scaling`; transformers 5 writes all parameters into
 `rope_parameters`. Called by `config.py`; `layers/rotary.py` computes the angles.
 """
 
@@ -29,28 +29,29 @@ ROPE_KEYS: dict[str, tuple[set[str], set[str]]] = {
 """Rope type -> its required and its optional parameters."""
 
 ORIGINAL = "original_max_position_embeddings"
-EVERYWHERE = {"rope_type", "type", "rope_theta", "partial_rotary_factor", ORIGINAL}
-"""Parameters that any rope type may have."""
+COMMON_KEYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor", ORIGINAL}
+"""Parameters that every rope type may have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeConfig:
-    """RoPE parameters. Fields that a type doesn't use keep their defaults.
+    """RoPE parameters. Fields that the type does not use keep their defaults.
 
     Attributes:
-        theta: base of the wavelengths.
-        type: default, linear, llama3, yarn, longrope or proportional; dynamic is default here.
-        factor: how many times longer the context is than in pre-training.
+        theta: base of the frequencies.
+        type: default, linear, llama3, yarn, longrope or proportional. "dynamic" becomes default.
+        factor: length of the context relative to pre-training.
         original_max_position_embeddings: context of pre-training [tokens].
-        low_freq_factor, high_freq_factor: llama3: the band of wavelengths that is blended.
-        beta_fast, beta_slow: yarn: rotations within the original context that bound its blend.
+        low_freq_factor, high_freq_factor: llama3: bounds of the wavelengths whose frequencies are
+            interpolated between scaled and unscaled.
+        beta_fast, beta_slow: yarn: the same bounds, as rotations within the original context.
         attention_factor: yarn, longrope: factor on cos and sin.
-        score_factor: yarn: factor on attention scores of MLA; no other attention has it.
-        truncate: yarn: round the blend's bounds to whole dimensions.
-        short_factor, long_factor: longrope: divisors of each pair's frequency, for an engine whose
-            `max_model_len` is within the original context, and for a longer one.
-        partial_rotary_factor: proportional: RoPE rotates this part of the pairs, with frequencies
-            computed as if it rotated all.
+        score_factor: yarn: factor on the attention scores of MLA; other attention does not use it.
+        truncate: yarn: the bounds are rounded to whole dimensions.
+        short_factor, long_factor: longrope: divisors of the frequency of each pair of dimensions.
+            `short_factor` is used if `max_model_len` is within the original context.
+        partial_rotary_factor: proportional: the share of pairs that RoPE rotates. Their frequencies
+            are computed as if all pairs were rotated.
         llama_4_scaling_beta: queries are scaled by 1 + beta * log(1 + position // original
             context).
     """
@@ -76,56 +77,59 @@ def read_rope(keys: ConfigReader, *, extra: Mapping[str, bool], partial: bool) -
     """Reads the RoPE parameters of all layers.
 
     Args:
-        extra: further keys of `rope_parameters` -> whether they are supported; the others have no
-            effect on text.
-        partial: the family supports `partial_rotary_factor`, which `read_rotary_dim` reads.
+        extra: further keys of `rope_parameters` -> True if they are supported, False if they have
+            no effect on text.
+        partial: whether the family supports `partial_rotary_factor` (see `read_rotary_dim`).
     """
-    key, given = _dict_of(keys)
+    key, given = _rope_dict(keys)
     if any(isinstance(value, Mapping) for value in given.values()):
         raise UnsupportedModelError(
-            f"{key}={repr_short(given)}: parameters for each layer type are not implemented"
+            f"{key}={repr_short(given)}: parameters per layer type are not implemented"
         )
-    # Why before the dict's own: transformers overwrites that.
+    # Why first: in transformers it takes precedence over the same key in the dict.
     original = keys.get(ORIGINAL)
     return _rope(given, keys, "rope_theta", original, key, extra, partial)
 
 
 def read_ropes_by_kind(keys: ConfigReader, full: str, sliding: str) -> list[RopeConfig]:
-    """Reads RoPE for layers with full attention and for layers with a window, by the keys of their
-    bases. Scaling applies only to the former. As in transformers, keys of `rope_parameters` other
-    than the layer types are ignored."""
-    nested, scaling = keys.nonempty("rope_parameters"), keys.get("rope_scaling") or {}
+    """Reads RoPE of layers with full attention and of layers with a window.
+
+    `full` and `sliding` are the keys of their bases. `rope_scaling` applies only to layers with
+    full attention. As in transformers, keys of `rope_parameters` other than the layer types are
+    ignored.
+    """
+    nested, scaling = keys.get_dict("rope_parameters"), keys.get("rope_scaling") or {}
     kinds = ("full_attention", full, scaling), ("sliding_attention", sliding, {})
-    others = sorted(nested.keys() - {kind for kind, _, _ in kinds})
-    keys.ignored += [f"rope_parameters.{key}" for key in others]
+    unused = sorted(nested.keys() - {kind for kind, _, _ in kinds})
+    keys.ignored_keys += [f"rope_parameters.{key}" for key in unused]
     found = []
-    for kind, base, more in kinds:
+    for kind, base, kind_scaling in kinds:
         where = f"config.json: rope_parameters: {kind}"
         own = check_value(nested.get(kind), dict[str, Any] | None, where, UnsupportedModelError)
-        given = {**(own or {}), **more}
+        given = {**(own or {}), **kind_scaling}
         found.append(_rope(given, keys, base, 0, "rope_parameters", {}, partial=False))
     return found
 
 
 def read_rotary_dim(keys: ConfigReader, head_dim: int) -> int:
-    """How many of a head's first dimensions RoPE rotates."""
-    key, raw = _dict_of(keys)
+    """How many of the first dimensions of a head are rotated."""
+    key, raw = _rope_dict(keys)
     given, name = ConfigReader(raw, where=f"config.json: {key}"), "partial_rotary_factor"
-    outside = keys.get(name)
-    factor = given.get(name) if name in given else outside
+    outer = keys.get(name)
+    factor = given.get(name) if name in given else outer
     size = keys.get("rotary_dim")
-    said = f"{name}={factor}" if size is None else f"rotary_dim={size}"
+    setting = f"{name}={factor}" if size is None else f"rotary_dim={size}"
     size = int(head_dim * factor) if size is None else size
     if not 2 <= size <= head_dim or size % 2:
         raise UnsupportedModelError(
-            f"{said} turns {size} of head_dim={head_dim}; supported: an even number of them"
+            f"{setting} rotates {size} of head_dim={head_dim} dimensions; it must be an even number"
         )
     return size
 
 
-def _dict_of(keys: ConfigReader) -> tuple[str, Json]:
+def _rope_dict(keys: ConfigReader) -> tuple[str, Json]:
     key = "rope_scaling" if keys.get("rope_scaling") else "rope_parameters"
-    return key, keys.nonempty(key)
+    return key, keys.get_dict(key)
 
 
 def _rope(
@@ -135,15 +139,14 @@ def _rope(
     given = ConfigReader(raw, where=f"config.json: {key}")
     kind = given.get("rope_type" if "rope_type" in given else "type")
     kind = "longrope" if kind == "su" else kind
-    own = "rope_theta" in given
-    # Why: a key outside the dict is checked although the dict's own has precedence; its default is
-    # not read.
-    theta = keys.get(base) if base in keys.given or not own else None
-    theta = given.get("rope_theta") if own else theta
+    has_theta = "rope_theta" in given
+    # Why: an outer key is read, and so checked, even if the dict has one, which takes precedence.
+    theta = keys.get(base) if base in keys.raw or not has_theta else None
+    theta = given.get("rope_theta") if has_theta else theta
     if not partial and kind != "proportional":
-        given.allow("partial_rotary_factor", 1.0)
+        given.require_one_of("partial_rotary_factor", 1.0)
     if kind == "dynamic" and "alpha" in extra and (alpha := given.get("alpha")):
-        # Source: the model code of HunYuan; the angles don't depend on a prompt's length.
+        # Source: the model code of HunYuan. With alpha, the angles do not depend on the length.
         size = keys.head_dim
         return RopeConfig(theta=theta * alpha ** (size / (size - 2)))
     if kind not in ROPE_KEYS:
@@ -151,23 +154,23 @@ def _rope(
             f"rope type {repr_short(kind)} is not implemented; supported: {', '.join(ROPE_KEYS)}"
         )
     required, optional = ROPE_KEYS[kind]
-    obeyed = required | optional | {name for name, obeyed in extra.items() if obeyed}
-    values = {name: given.get(name) for name in sorted(obeyed) if name in given}
+    supported = required | optional | {name for name, supported in extra.items() if supported}
+    values = {name: given.get(name) for name in sorted(supported) if name in given}
     values = {name: value for name, value in values.items() if value is not None}
     if missing := sorted(required - values.keys()):
         raise UnsupportedModelError(f"rope type {repr_short(kind)} needs {', '.join(missing)}")
-    if unknown := {name: raw[name] for name in sorted(raw.keys() - obeyed - EVERYWHERE - {*extra})}:
+    known = supported | COMMON_KEYS | {*extra}
+    if unknown := {name: raw[name] for name in sorted(raw.keys() - known)}:
         raise UnsupportedModelError(
             f"rope type {repr_short(kind)} has unknown parameters {repr_short(unknown)}"
         )
     if kind in ("llama3", "yarn", "longrope"):
-        from nanoengine.checkpoint.rope_parameters import COMPLETED
+        from nanoengine.checkpoint.rope_parameters import COMPLETE
 
         longest = original or given.get(ORIGINAL) or keys.require("max_position_embeddings")
         values[ORIGINAL] = longest
-        COMPLETED[kind](values, keys)
+        COMPLETE[kind](values, keys)
     if kind == "dynamic":
-        # Why: the angles change only beyond max_position_embeddings, which no sequence exceeds
-        # here.
+        # Why: angles change only beyond max_position_embeddings, and no sequence is longer.
         return RopeConfig(theta=float(theta))
     return RopeConfig(theta=float(theta), type=kind, **values)

@@ -1,4 +1,4 @@
-"""Checks and completes the RoPE parameters of llama3, longrope and yarn.
+"""Checks the RoPE parameters of llama3, longrope and yarn, and computes derived ones.
 
 `rope.py` imports it if a config has one of these types.
 """
@@ -17,17 +17,17 @@ def _check_llama3(values: dict[str, Any], keys: ConfigReader) -> None:
     low, high = values["low_freq_factor"], values["high_freq_factor"]
     if low >= high:
         raise UnsupportedModelError(
-            f"rope type 'llama3' needs low_freq_factor={low} below high_freq_factor={high}"
+            f"rope type 'llama3': low_freq_factor={low} must be below high_freq_factor={high}"
         )
 
 
 def _complete_longrope(values: dict[str, Any], keys: ConfigReader) -> None:
-    """Source: LongRoPE (arXiv 2402.13753), and its magnitude as in the model code of Phi-3."""
+    """Source: LongRoPE (arXiv 2402.13753); `attention_factor` as in the model code of Phi-3."""
     short, long = values.pop("short_mscale", None), values.pop("long_mscale", None)
     if short != long:
         raise UnsupportedModelError(
-            f"rope type 'longrope' has short_mscale={short} and long_mscale={long}; supported: two"
-            " that are equal"
+            f"rope type 'longrope' has short_mscale={short} and long_mscale={long}; supported:"
+            " equal values"
         )
     if short:
         values["attention_factor"] = short
@@ -48,17 +48,18 @@ def _complete_longrope(values: dict[str, Any], keys: ConfigReader) -> None:
 
 
 def _complete_yarn(values: dict[str, Any], keys: ConfigReader) -> None:
-    """Converts the temperature of attention's softmax to a factor on cos and sin.
+    """Converts the temperature of the attention softmax to a factor on cos and sin.
 
-    Source: YaRN (arXiv 2309.00071) section 3.4, equation 22; the mscale pair is from DeepSeek-V2.
+    Source: YaRN (arXiv 2309.00071) section 3.4, equation 22; mscale and mscale_all_dim are from
+    DeepSeek-V2.
     """
     growth = 0.1 * math.log(max(values["factor"], 1))
-    scale, over = values.pop("mscale", None), values.pop("mscale_all_dim", None)
-    values["score_factor"] = (growth * (over or 0) + 1.0) ** 2
-    scale, over = (scale, over) if scale and over else (1.0, 0.0)
-    found = (growth * scale + 1.0) / (growth * over + 1.0)
-    values["attention_factor"] = float(values.get("attention_factor", found))
+    mscale, all_dim = values.pop("mscale", None), values.pop("mscale_all_dim", None)
+    values["score_factor"] = (growth * (all_dim or 0) + 1.0) ** 2
+    mscale, all_dim = (mscale, all_dim) if mscale and all_dim else (1.0, 0.0)
+    default = (growth * mscale + 1.0) / (growth * all_dim + 1.0)
+    values["attention_factor"] = float(values.get("attention_factor", default))
 
 
-COMPLETED = {"llama3": _check_llama3, "longrope": _complete_longrope, "yarn": _complete_yarn}
-"""Rope type -> a function that checks its parameters, and computes the derived ones."""
+COMPLETE = {"llama3": _check_llama3, "longrope": _complete_longrope, "yarn": _complete_yarn}
+"""Rope type -> a function that checks its parameters and computes derived ones."""

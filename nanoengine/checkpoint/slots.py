@@ -1,15 +1,15 @@
 """WeightSlot: the destination of one tensor of a checkpoint. MatrixPart: the part of a matrix that
-a layer holds. TensorNames: our names -> the checkpoint's.
+a layer stores. TensorNames: our names -> the checkpoint's.
 
-This is the contract between layers and the weight loader. A layer that owns parameters offers
-`weight_slots(path)`: one slot per checkpoint tensor it is made of. A fused layer simply offers
-several, so only the layer knows about its fusion, and the loader needs no list of special cases: a
-tensor without a slot is unexpected, a slot without a tensor is missing.
+This is the interface between layers and the weight loader. A layer with parameters implements
+`weight_slots(path)`, which returns one slot per checkpoint tensor that it loads. A fused layer
+returns several, so only the layer knows how it is fused, and the loader needs no special cases: a
+tensor without a slot is unexpected, and a slot without a tensor is missing.
 
 Our modules have Llama's names. A family has other names for some parts
-(`ModelConfig.tensor_names`), and a checkpoint may put the whole model under another prefix: a text
-part next to a vision tower, or a model without a head. The loader uses `TensorNames`, so all errors
-have the names in the files.
+(`ModelConfig.tensor_names`), and a checkpoint may have the whole model under another prefix, for
+example next to a vision tower or without a language head. The loader uses `TensorNames`, so all
+errors have the names in the files.
 """
 
 from __future__ import annotations
@@ -24,16 +24,17 @@ import torch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightSlot:
-    """One tensor of the checkpoint.
+    """The destination of one tensor of the checkpoint.
 
     Attributes:
-        shape: of the whole tensor, as every checkpoint stores it.
-        part: the slice of it that this rank holds; () is all of it. Only this part is read.
-        store: stores that part, from any device.
-        pieces: the same weights under other names; used if the checkpoint lacks this one.
+        shape: shape of the whole tensor, as in the checkpoint.
+        part: the slice that this rank stores; () is the whole tensor. Only this slice is read.
+        store: stores the slice, which may be on any device.
+        pieces: slots of the same weights as several tensors with other names; used if the
+            checkpoint lacks this tensor.
         pieces_only: a checkpoint must have the pieces; only dummy weights use this slot.
-        dtypes: of the stored tensor; () is any floating one.
-        absent: makes the tensor optional; called before any is read if the checkpoint lacks it.
+        dtypes: allowed dtypes of the tensor in the checkpoint; () is any floating-point dtype.
+        on_missing: makes the tensor optional; called before tensors are read if it is missing.
     """
 
     shape: tuple[int, ...]
@@ -42,11 +43,11 @@ class WeightSlot:
     pieces: Mapping[str, WeightSlot] = field(default_factory=dict)
     pieces_only: bool = False
     dtypes: tuple[torch.dtype, ...] = ()
-    absent: Callable[[], object] | None = None
+    on_missing: Callable[[], object] | None = None
 
 
-def whole_slots(path: str, **tensors: torch.Tensor | None) -> dict[str, WeightSlot]:
-    """Slots of tensors of the module `path` that every rank holds whole; None: there is none."""
+def full_slots(path: str, **tensors: torch.Tensor | None) -> dict[str, WeightSlot]:
+    """Slots of tensors of the module `path` that are not sharded over ranks; None is skipped."""
     return {
         f"{path}.{name}": WeightSlot(shape=tuple(tensor.shape), store=tensor.copy_)
         for name, tensor in tensors.items()
@@ -55,13 +56,13 @@ def whole_slots(path: str, **tensors: torch.Tensor | None) -> dict[str, WeightSl
 
 
 class MatrixPart(NamedTuple):
-    """Which part of a checkpoint's matrix goes where in the matrix of a layer.
+    """A part of a matrix in the checkpoint, and its position in the matrix of a layer.
 
     Attributes:
-        shape: of the checkpoint's matrix, [outputs, inputs].
-        part: the slice of it that this rank holds; () is all of it.
-        first: the row of the layer's matrix at which it begins.
-        order: [rows] int64, the order of the part's rows; None: unchanged.
+        shape: shape of the matrix in the checkpoint, [outputs, inputs].
+        part: the slice that this rank stores; () is the whole matrix.
+        first: the first row of the part in the layer's matrix.
+        order: [rows] int64, the order of the part's rows in the layer; None: unchanged.
     """
 
     shape: tuple[int, int]
@@ -71,17 +72,17 @@ class MatrixPart(NamedTuple):
 
 
 def ordered(rows: torch.Tensor, order: torch.Tensor | None) -> torch.Tensor:
-    """Returns the rows in this order; None: unchanged."""
+    """Returns the rows in this order (None: unchanged)."""
     return rows if order is None else rows[order]
 
 
 @runtime_checkable
 class OwnsWeights(Protocol):
-    """A module with parameters of its own."""
+    """A module that has parameters itself, not only in submodules."""
 
     def weight_slots(self, path: str) -> dict[str, WeightSlot]:
-        """The slots of the checkpoint tensors it is made of, by full name; `path` is its name in
-        the model."""
+        """The slots of the checkpoint tensors that the module loads, by full name. `path` is the
+        name of the module in the model."""
 
 
 PREFIXES = {
@@ -94,16 +95,16 @@ PREFIXES = {
     "model.decoder.": "lm_head.",
     "language_model.model.": "language_model.lm_head.",
 }
-"""Prefix that a checkpoint has for our "model." -> its prefix for "lm_head."."""
+"""Prefix in a checkpoint for our "model." -> its prefix for our "lm_head."."""
 
 
 class TensorNames:
-    """Maps our names to the checkpoint's: `names("model.norm.weight")`.
+    """Maps our tensor names to the checkpoint's: `names("model.norm.weight")`.
 
     Args:
         parts: see `ModelConfig.tensor_names`.
-        stored: the names in the checkpoint, which determine the prefix; without an embedding among
-            them it is "model.".
+        stored: the names in the checkpoint; the name of the embedding determines the prefix.
+            Without an embedding the prefix is "model.".
     """
 
     def __init__(self, parts: Mapping[str, str], stored: Collection[str] = ()) -> None:
@@ -122,7 +123,7 @@ class TensorNames:
         return self._prefix + name.removeprefix("model.")
 
     def of(self, slots: Mapping[str, WeightSlot]) -> dict[str, WeightSlot]:
-        """The slots, and their pieces, by the checkpoint's names."""
+        """The slots and their pieces, by the names in the checkpoint."""
         return {
             self(name): replace(slot, pieces=self.of(slot.pieces)) if slot.pieces else slot
             for name, slot in slots.items()

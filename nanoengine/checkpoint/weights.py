@@ -1,8 +1,7 @@
-"""Weights: loads a checkpoint's files, or seeded random numbers, into the slots of a model's
-layers.
+"""Loads the tensors of a checkpoint, or seeded random numbers, into the weight slots of a model.
 
-Strict: every slot is filled by exactly one tensor of the right shape, and every tensor has a slot,
-or nothing is loaded. Called by `models/loader.py`, which collects a model's slots.
+Loading is strict: every slot gets exactly one tensor of the right shape, and every tensor has a
+slot; otherwise nothing is loaded. Called by `models/loader.py`, which collects the slots.
 """
 
 from __future__ import annotations
@@ -16,37 +15,39 @@ from pathlib import Path
 import torch
 
 from nanoengine.checkpoint.config import ModelConfig
-from nanoengine.checkpoint.files import Stored, read_tensors
+from nanoengine.checkpoint.files import TensorInfo, read_tensors
 from nanoengine.checkpoint.slots import TensorNames, WeightSlot
 from nanoengine.errors import WeightLoadError
 from nanoengine.settings.checks import join_names
 
 HARMLESS = re.compile(r".*\.(rotary_emb\.inv_freq|masked_bias|(attn|attention)\.bias)")
-"""Tensors in old checkpoints that are computed here."""
+"""Names of tensors in old checkpoints that are not needed, because the engine computes them."""
 
 ROWS_COMPARED = 4096
-"""Rows of two tensors that are compared at a time, so that neither is in memory as a whole."""
+"""Rows that are compared at a time, so that no whole tensor is in memory."""
 
 
-def check_sizes(config: ModelConfig, stored: Mapping[str, Stored], names: TensorNames) -> None:
-    """Compares config.json with the tensors' shapes, before anything of these sizes is allocated.
+def check_sizes(config: ModelConfig, stored: Mapping[str, TensorInfo], names: TensorNames) -> None:
+    """Compares sizes in config.json with the shapes of tensors, before the model is allocated.
 
-    `load_weights` compares every shape, but only after the model has been allocated.
+    `load_weights` compares all shapes, but only after the model is allocated.
 
     Raises:
-        WeightLoadError: they contradict each other; names key, value, tensor and shape.
+        WeightLoadError: they contradict each other; the message has key, value, tensor and shape.
     """
     if config.num_hidden_layers > len(stored):
         raise WeightLoadError(
-            f"config.json has num_hidden_layers={config.num_hidden_layers}, but the files hold"
-            f" {len(stored)} tensors"
+            f"config.json has num_hidden_layers={config.num_hidden_layers}, but the files have"
+            f" only {len(stored)} tensors"
         )
 
     def check(key: str, size: int, axis: int, ours: str) -> None:
         name = names(ours)
         shape = stored[name].shape if name in stored else ()
         if len(shape) > axis and shape[axis] != size:
-            raise WeightLoadError(f"config.json has {key}={size}, but {name} is {list(shape)}")
+            raise WeightLoadError(
+                f"config.json has {key}={size}, but the shape of {name} is {list(shape)}"
+            )
 
     def check_outputs(key: str, size: int, name: str) -> None:
         outputs = int(config.plan.transposed_matrices)
@@ -55,19 +56,20 @@ def check_sizes(config: ModelConfig, stored: Mapping[str, Stored], names: Tensor
 
     check("vocab_size", config.vocab_size, 0, "model.embed_tokens.weight")
     check("hidden_size", config.hidden_size, 1, "model.embed_tokens.weight")
-    name, kv_heads = f"model.layers.{config.attending[0]}.self_attn", config.num_key_value_heads
-    heads, gates = config.num_attention_heads, "2 * " if config.plan.output_gate == "q_proj" else ""
+    layer, heads, kv_heads = config.plan, config.num_attention_heads, config.num_key_value_heads
+    name = f"model.layers.{config.attention_layers[0]}.self_attn"
+    gates = "2 * " if layer.output_gate == "q_proj" else ""
     for key, count, part in (
         (f"{gates}num_attention_heads", 2 * heads if gates else heads, "q_proj"),
         ("num_key_value_heads", kv_heads, "k_proj"),
         ("heads of q, k and v", heads + 2 * kv_heads, "qkv_proj"),
     ):
-        if config.plan.latent is None and config.plan.gemma4 is None:
+        if layer.mla is None and layer.gemma4 is None:
             check_outputs(f"{key} * head_dim", count * config.head_dim, f"{name}.{part}")
     sparse = config.moe.layers if config.moe else ()
-    for layer in range(0 if config.plan.gemma4 else config.num_hidden_layers):
-        mlp = f"model.layers.{layer}.mlp"
-        if config.moe is None or layer not in sparse:
+    for index in range(0 if layer.gemma4 else config.num_hidden_layers):
+        mlp = f"model.layers.{index}.mlp"
+        if config.moe is None or index not in sparse:
             for matrix, count in (("gate_proj", 1), ("up_proj", 1), ("gate_up_proj", 2)):
                 size = count * config.intermediate_size
                 check_outputs("intermediate_size", size, f"{mlp}.{matrix}")
@@ -79,40 +81,40 @@ def check_sizes(config: ModelConfig, stored: Mapping[str, Stored], names: Tensor
         check_outputs("moe_intermediate_size", size, f"{mlp}.experts.0.gate_proj")
 
 
-def drop_copy(stored: dict[str, Stored], name: str, original: str) -> None:
-    """Drops a tied head that a checkpoint also stores under a second name.
+def drop_tied_head(stored: dict[str, TensorInfo], name: str, original: str) -> None:
+    """Removes a tied language head from `stored`, after comparing it with the embedding.
 
     Raises:
         WeightLoadError: the two differ.
     """
-    copy = stored.pop(name, None)
-    if copy is None or original not in stored:
+    head = stored.pop(name, None)
+    if head is None or original not in stored:
         return
-    other, same = stored[original], copy.shape == stored[original].shape
-    for start in range(0, copy.shape[0] if same else 0, ROWS_COMPARED):
+    embedding, equal = stored[original], head.shape == stored[original].shape
+    for start in range(0, head.shape[0] if equal else 0, ROWS_COMPARED):
         part = (slice(start, start + ROWS_COMPARED),)
-        ((_, mine),) = read_tensors(copy.file, {name: part})
-        ((_, its),) = read_tensors(other.file, {original: part})
-        same = same and torch.equal(mine, its.to(mine.dtype))
-    if not same:
+        ((_, head_rows),) = read_tensors(head.file, {name: part})
+        ((_, rows),) = read_tensors(embedding.file, {original: part})
+        equal = equal and torch.equal(head_rows, rows.to(head_rows.dtype))
+    if not equal:
         raise WeightLoadError(
-            f"config.json has tie_word_embeddings=True, but {name} differs from {original}: set it"
-            " to false, or delete that tensor, in a copy of the checkpoint"
+            f"config.json has tie_word_embeddings=True, but {name} differs from {original}: in a"
+            " copy of the checkpoint, set the key to false, or delete the tensor"
         )
 
 
-def load_weights(slots: dict[str, WeightSlot], stored: Mapping[str, Stored]) -> None:
-    """Fills each of a model's slots from exactly one stored tensor.
+def load_weights(slots: dict[str, WeightSlot], stored: Mapping[str, TensorInfo]) -> None:
+    """Fills every slot of a model with one stored tensor.
 
     float32, float16, bfloat16 and float64 tensors are converted to the model's dtype. Peak memory
-    is the model's own plus one tensor and `MAPPED_BYTES`.
+    is the model, one tensor and `MAPPED_BYTES`.
 
     Raises:
-        WeightLoadError: names or shapes don't match the model, which the message names, or a file
-            can't be read.
+        WeightLoadError: names or shapes do not match the model, and the message lists them; or a
+            file can't be read.
     """
     shapes = {name: tensor.shape for name, tensor in stored.items()}
-    slots = _matched(slots, shapes)
+    slots = _match_slots(slots, shapes)
     by_file: dict[Path, dict[str, tuple[slice, ...]]] = defaultdict(dict)
     for name in stored:
         if name in slots:
@@ -124,23 +126,25 @@ def load_weights(slots: dict[str, WeightSlot], stored: Mapping[str, Stored]) -> 
             if tensor.dtype not in allowed if allowed else not tensor.is_floating_point():
                 kind = " or ".join(map(str, allowed)) or "floating point"
                 raise WeightLoadError(f"{name} in {file} is {tensor.dtype}, not {kind}")
-            waiting.remove(name)  # Why: a method may have packed a slot that was filled
+            waiting.remove(name)  # Why: a layer may have packed the slot when it was filled
             with torch.no_grad():
                 slots[name].store(tensor)
     assert not waiting, waiting
 
 
 def dummy_weights(slots: Mapping[str, WeightSlot], seed: int) -> None:
-    """Fills slots with seeded random numbers, normal(0, 0.02) and norms near 1, for benchmarks.
+    """Fills slots with seeded random numbers for benchmarks: normal(0, 0.02), and for norms 1 plus
+    such numbers.
 
-    Every tensor is cut from one bank of numbers at a position derived from its name. A memory copy
-    is faster than a random generator, and every number of ranks gets the same model.
+    Every tensor is a slice of one bank of random numbers, at a position that depends on its name.
+    Copying is faster than generating, and the model is the same for any number of ranks.
     """
     generator = torch.Generator().manual_seed(seed)
-    bank = torch.empty(1_000_003).normal_(0, 0.02, generator=generator)  # a prime: no row repeats
+    # Why a prime: rows of a matrix do not repeat.
+    bank = torch.empty(1_000_003).normal_(0, 0.02, generator=generator)
     for name, slot in slots.items():
-        if slot.absent:
-            slot.absent()
+        if slot.on_missing:
+            slot.on_missing()
             continue
         shape = torch.Size(slot.shape)
         start = zlib.crc32(name.encode()) % len(bank)
@@ -153,21 +157,21 @@ def dummy_weights(slots: Mapping[str, WeightSlot], seed: int) -> None:
             slot.store(tensor[slot.part])
 
 
-def _matched(
+def _match_slots(
     slots: dict[str, WeightSlot], stored: Mapping[str, tuple[int, ...]]
 ) -> dict[str, WeightSlot]:
-    """The slots to fill, after checking that they and the stored tensors are the same set."""
+    """The slots to fill, after checking that they match the stored tensors one to one."""
     waiting = list(slots.items())
     for name, slot in waiting:
         if slot.pieces_only or (slot.pieces and name not in stored):
             slots.pop(name, None)
             waiting += slot.pieces.items()
-        elif slot.absent and (name not in stored or slots.get(name, slot) is not slot):
-            # Why the second: a layer's own slot, such as its bias, takes precedence over a piece of
-            # that name.
+        elif slot.on_missing and (name not in stored or slots.get(name, slot) is not slot):
+            # Why the second: a slot of a layer, such as a bias, takes precedence over a piece with
+            # the same name.
             if slots.get(name) is slot:
                 slots.pop(name)
-            slot.absent()
+            slot.on_missing()
         else:
             slots[name] = slot
     unexpected = stored.keys() - slots.keys()

@@ -154,7 +154,7 @@ def _engines(args: BatchArgs, options: dict[str, Any]) -> LLM | Replicas:
         from nanoengine.llm import LLM
 
         return LLM(**options)
-    engines.silent_s = args.replica_timeout
+    engines.timeout_s = args.replica_timeout
     return engines
 
 
@@ -179,7 +179,7 @@ def run(job: Job, llm: LLM | Replicas, args: BatchArgs, signals: Signals) -> int
         if isinstance(llm, LLM):
             work.run(lambda rows: llm.stream(rows, on_error="record"))
         else:
-            llm.answer(work, None if job.num_rows is None else job.num_rows - job.num_done)
+            llm.run(work, None if job.num_rows is None else job.num_rows - job.num_done)
         if signals.caught is not None:
             raise Stopped(signals.caught)
         job.complete()

@@ -76,13 +76,13 @@ def main(args: EmbedArgs) -> int:
     asked = PoolingParams(
         dimensions=args.dimensions, pooling=args.pooling, truncate_prompt_tokens=cut
     )
-    from nanoengine.features.pooling import Pools
+    from nanoengine.features.pooling import Pooler
     from nanoengine.llm import LLM
 
     found: dict[int, np.ndarray] = {}
     errors: dict[int, str] = {}
     with LLM(**engine_options(args)) as llm:
-        pools = Pools(llm.config, llm.info.max_model_len, lambda: llm.tokenizer)
+        pools = Pooler(llm.config, llm.info.max_model_len, lambda: llm.tokenizer)
         params, places = pools.embed([], asked).params, dict[int, str]()
 
         def rows() -> Iterator[Row]:

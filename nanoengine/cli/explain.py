@@ -38,12 +38,12 @@ def main(args: ExplainArgs) -> None:
     Raises:
         TraceError: the file is not a trace, or has no such request or step.
     """
-    from nanoengine.observe.explain import explained
+    from nanoengine.observe.explain import explain_recording
     from nanoengine.observe.trace_reader import read_trace
 
-    story = explained(read_trace(args.recording), step=args.step)
+    narrative = explain_recording(read_trace(args.recording), step=args.step)
     if args.request is not None:
-        lines = story.request_lines(args.request)
+        lines = narrative.request_lines(args.request)
     else:
-        lines = story.run_lines() if args.step is None else story.step_lines()
+        lines = narrative.run_lines() if args.step is None else narrative.step_lines()
     print("\n".join(lines))

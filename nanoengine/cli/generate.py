@@ -131,7 +131,7 @@ def _as_batch(args: GenerateArgs) -> batch.BatchArgs:
 def _text(task: Task, result: Any) -> str:
     if isinstance(result, RowError):
         return f"[{task.row}] {task.columns['prompt']!r}\n    error: {result}\n"
-    output = result if task.form is None else task.form.taken_apart(result, task.key)
+    output = result if task.form is None else task.form.parse(result, task.key)
     lines = [f"[{task.row}] {output.prompt!r}"]
     for one in output.outputs:
         lines += (f"    {name}: {part!r}" for name, part in parts(one).items())

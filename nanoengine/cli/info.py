@@ -14,7 +14,7 @@ from nanoengine.cli.options import DEMO, EngineArgs, ModelName, engine_options
 from nanoengine.errors import NanoEngineError
 from nanoengine.jobs.manifest import sampling_line
 from nanoengine.settings.config import EngineConfig
-from nanoengine.text.load_tokenizer import with_ends
+from nanoengine.text.load_tokenizer import with_tokenizer_eos
 from nanoengine.text.tokenizer import Tokenizer
 from nanoengine.version import versions
 
@@ -59,11 +59,11 @@ def main(args: InfoArgs) -> None:
     model, tokenizer = load_model_config(directory), None
     with suppress(NanoEngineError):  # Why: a checkpoint without a tokenizer runs on token ids.
         tokenizer = None if config.skip_tokenizer_init else Tokenizer.of(config)
-    model = with_ends(model, tokenizer, chats=True)
+    model = with_tokenizer_eos(model, tokenizer, chats=True)
     dtype = resolve_dtype(args.dtype, model.dtype, device, backend=args.attention_backend)
     kv_dtype = stored_dtype(args.kv_cache_dtype, dtype)
     needs = {"device": device, "dtype": dtype, "head_dim": model.largest_head}
-    needs |= {"kv_dtype": kv_dtype, "latent": model.plan.latent is not None}
+    needs |= {"kv_dtype": kv_dtype, "latent": model.plan.mla is not None}
     where = f"{device.type}, {_name(dtype)}, head_dim {model.largest_head}"
     sections: dict[str, Iterable[str]] = {
         "versions": map(" ".join, versions().items()),
@@ -110,12 +110,12 @@ def device_lines(device: torch.device) -> Iterator[str]:
         name = torch.cuda.get_device_name(device)
         yield f"{device}: {name}, {free:.1f} of {total:.1f} GiB free"
         return
-    from nanoengine.kernels.threads import num_workers, why_so_many
+    from nanoengine.kernels.threads import num_workers, thread_reason
     from nanoengine.runner.options import use_allowed_cores
 
     use_allowed_cores()
     capability, free = torch.backends.cpu.get_cpu_capability(), free_cpu_bytes() / GIB
-    yield f"cpu: {num_workers()} threads ({why_so_many()}), {free:.1f} GiB free, {capability}"
+    yield f"cpu: {num_workers()} threads ({thread_reason()}), {free:.1f} GiB free, {capability}"
     yield f"kernels for {CURRENT}"
     yield f"cpu_isa may be {', '.join(isa.name for isa in available(cpu_features()))}"
 
@@ -142,9 +142,9 @@ def model_lines(
     from nanoengine.runner.kv_cache import block_bytes, state_bytes
 
     m, states, moe, varied = model, model.states, model.moe, model.plan.gemma4
-    slices = m.attending if varied is None else varied.slices(m.sliding_windows)
+    slices = m.attention_layers if varied is None else varied.slices(m.sliding_windows)
     sizes = {"num_kv_heads": m.num_key_value_heads, "head_dim": m.head_dim, "dtype": kv_dtype}
-    parts = 2 if m.plan.latent is None else 1
+    parts = 2 if m.plan.mla is None else 1
     token_bytes = block_bytes(block_size=1, num_layers=len(slices), parts=parts, **sizes)
     yield str(directory)
     yield (
@@ -172,7 +172,7 @@ def ends_line(model: ModelConfig, tokenizer: Tokenizer | None) -> str:
     found = []
     for token_id in model.eos_token_ids:
         text = f" {tokenizer.token_text(token_id)!r}" if tokenizer else ""
-        sources = ", ".join(source for source, named in model.ends if named == token_id)
+        sources = ", ".join(source for source, named in model.eos_sources if named == token_id)
         found.append(f"{token_id}{text} ({sources})")
     return f"end with {', '.join(found) or 'no token of their own'}"
 

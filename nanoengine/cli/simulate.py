@@ -71,7 +71,7 @@ class SimulateArgs:
     def steps(self) -> tuple[int, int | None]:
         """The steps to trace. Why EngineConfig: it checks them, with the same errors."""
         same = shared(EngineConfig, self)
-        return EngineConfig(model="-", num_kv_blocks=self.num_blocks, **same).steps_traced()
+        return EngineConfig(model="-", num_kv_blocks=self.num_blocks, **same).traced_steps()
 
 
 def main(args: SimulateArgs) -> None:

@@ -13,7 +13,7 @@ from tyro.conf import arg
 
 from nanoengine.cli.options import TraceFile
 from nanoengine.observe.trace_reader import read_trace
-from nanoengine.observe.viewer.page import page, words_of
+from nanoengine.observe.viewer.page import page, token_decoder
 from nanoengine.observe.viewer.page_data import page_data
 from nanoengine.settings.config import EngineConfig
 
@@ -43,9 +43,9 @@ def main(args: VizArgs) -> None:
         TraceError: the file is not a trace, or has none of the steps.
         ConfigError: the tokenizer can't be read.
     """
-    steps = EngineConfig(model="none", trace="-", trace_steps=args.trace_steps).steps_traced()
+    steps = EngineConfig(model="none", trace="-", trace_steps=args.trace_steps).traced_steps()
     recording = read_trace(args.recording)
-    text_of = words_of(recording, args.tokenizer)
+    text_of = token_decoder(recording, args.tokenizer)
     data = page_data(recording, steps=steps, text_of=text_of, title=args.recording.name)
     bare = args.recording.with_name(args.recording.name.removesuffix(".gz"))
     path = args.output or bare.with_suffix(".html")

@@ -1,10 +1,10 @@
-"""BlockManager: allocates KV blocks to sequences: `allocate`, `may_append`, `deallocate`.
+"""BlockManager: allocates KV blocks to sequences: `allocate`, `allocate_slots`, `deallocate`.
 
     admission   can_allocate -> OK / LATER / NEVER, with the longest cached prefix
                 allocate     -> the table begins with the cached prefix, fresh blocks follow
-    each step   catch_up     -> replaces blocks by equal ones that another sequence has filled
-                may_append   -> allocates blocks for the step's tokens; copies shared blocks
-    the end     deallocate   -> frees blocks tail first, so that long prefixes stay cached longest
+    each step   reuse_filled_blocks -> replaces blocks by equal ones that another sequence filled
+                allocate_slots      -> allocates blocks for the step's tokens; copies shared blocks
+    the end     deallocate -> frees blocks tail first, so that long prefixes stay cached longest
 
 A block table lists the blocks of a sequence in order. The PrefixCache knows which blocks are
 cached; this file keeps the tables. Each change of a table is added to `updates` and each copy of a
@@ -92,12 +92,12 @@ class BlockManager:
 
     def can_ever_allocate(self, num_tokens: int) -> bool:
         """False if even an idle pool is too small for a new sequence of this length."""
-        return self.chunk_for(num_tokens, self.num_watermark_blocks) > 0
+        return self.max_chunk_for(num_tokens, self.num_watermark_blocks) > 0
 
-    def chunk_for(self, num_tokens: int, num_kept: int) -> int:
-        """The largest chunk size at which a sequence of this length fits into all but `num_kept`
-        blocks; 0 if it does not fit at any chunk size."""
-        fits = self.num_blocks_for(num_tokens) <= self.pool.num_usable - num_kept
+    def max_chunk_for(self, num_tokens: int, num_reserved: int) -> int:
+        """The largest chunk size at which a sequence of this length fits the pool, except its
+        `num_reserved` reserved blocks; 0 if it does not fit at any chunk size."""
+        fits = self.num_blocks_for(num_tokens) <= self.pool.num_usable - num_reserved
         return self.max_chunk if fits else 0
 
     def can_allocate(self, seq: Sequence, *, keep_watermark: bool = True) -> Admission:
@@ -109,8 +109,8 @@ class BlockManager:
 
         A preempted sequence may also use the watermark, because it had grown into it.
         """
-        num_kept = 0 if seq.num_preempted_tokens else self.num_watermark_blocks
-        chunk = self.chunk_for(seq.num_tokens, num_kept)
+        num_reserved = 0 if seq.num_preempted_tokens else self.num_watermark_blocks
+        chunk = self.max_chunk_for(seq.num_tokens, num_reserved)
         if chunk == 0:
             return Admission(verdict=Verdict.NEVER)
         prefix = self.prefix_cache.find(seq)
@@ -136,7 +136,7 @@ class BlockManager:
         assert admission.verdict is Verdict.OK, seq
         assert not seq.block_tables, seq
         # Why the cached prefix first: a fresh block must not evict one of its blocks.
-        seq.block_tables = self.prefix_cache.take(seq, admission.prefix)
+        seq.block_tables = self.prefix_cache.activate(seq, admission.prefix)
         self.fill_tables(seq, admission)
         for index, table in enumerate(seq.block_tables):
             self.updates.append(TableUpdate(seq.row, index, 0, tuple(table)))
@@ -152,7 +152,7 @@ class BlockManager:
 
     # --- growth -------------------------------------------------------------------------------
 
-    def catch_up(self, seq: Sequence) -> None:
+    def reuse_filled_blocks(self, seq: Sequence) -> None:
         """Replaces a sequence's next blocks by equal ones that another sequence has filled.
 
         Equal prompts that are prefilled concurrently in chunks would each compute every block.
@@ -171,12 +171,12 @@ class BlockManager:
             table[start:end] = new
             self.updates.append(TableUpdate(seq.row, index, start, tuple(new)))
         num_found = end * self.block_size - seq.num_computed_tokens
-        self.prefix_cache.stats.count_late(num_found, again=seq.num_preempted_tokens > 0)
+        self.prefix_cache.stats.count_late_hits(num_found, readmitted=seq.num_preempted_tokens > 0)
         seq.num_cached_tokens += num_found
         seq.num_computed_tokens += num_found
         seq.num_registered_blocks = end
 
-    def may_append(self, seq: Sequence, num_new_tokens: int) -> bool:
+    def allocate_slots(self, seq: Sequence, num_new_tokens: int) -> bool:
         """Allocates blocks for the next tokens of a running sequence; False if too few are free.
 
         Most steps allocate nothing: a new block is needed only when the tokens cross a block
@@ -184,14 +184,14 @@ class BlockManager:
         """
         [table] = seq.block_tables
         partial, offset = divmod(seq.num_computed_tokens, self.block_size)
-        num_more = self.num_blocks_for(seq.num_computed_tokens + num_new_tokens) - len(table)
+        num_new = self.num_blocks_for(seq.num_computed_tokens + num_new_tokens) - len(table)
         is_shared = offset > 0 and self.pool.blocks[table[partial]].ref_count > 1
-        if max(num_more, 0) + is_shared > self.pool.num_free:
+        if max(num_new, 0) + is_shared > self.pool.num_free:
             return False
         if is_shared:
             self.copy_on_write(seq, 0, partial, self.pool.allocate(1)[0])
-        if num_more > 0:
-            new = self.pool.allocate(num_more)
+        if num_new > 0:
+            new = self.pool.allocate(num_new)
             self.updates.append(TableUpdate(seq.row, 0, len(table), tuple(new)))
             table += new
         return True
@@ -205,12 +205,13 @@ class BlockManager:
         self.updates.append(TableUpdate(seq.row, index, position, (new,)))
 
     def slots_ready_until(self, seq: Sequence) -> int:
-        """Decodes that start before this position need neither `may_append` nor `register`.
+        """Decodes that start before this position need neither `allocate_slots` nor `register`.
 
-        Called right after `may_append`, when the last block belongs to this sequence alone. The
+        Called right after `allocate_slots`, when no other sequence shares the last block. The
         block's last slot is excluded: the token there fills the block, which must then be
-        registered. Rejected drafts may have left empty blocks after it. Returns 0 if a full block
-        is not registered yet: with overlapping steps its last token arrives one step later.
+        registered. The table may be longer, because rejected drafts leave empty blocks. Returns 0
+        if a full block is not registered yet: with overlapping steps its last token arrives one
+        step later.
         """
         num_full = seq.num_computed_tokens // self.block_size
         if num_full > seq.num_registered_blocks and self.prefix_cache.enabled:
@@ -226,9 +227,9 @@ class BlockManager:
     def deallocate(self, seq: Sequence) -> None:
         """Frees a sequence's blocks, tail first; full blocks stay cached until they are evicted."""
         self.pool.free(reversed(seq.block_tables[0]))
-        self.forget(seq)
+        self.clear_tables(seq)
 
-    def forget(self, seq: Sequence) -> None:
+    def clear_tables(self, seq: Sequence) -> None:
         """Empties a sequence's tables, and removes its updates from the next plan.
 
         Frees no block: after a failed step the reference counts may be wrong.

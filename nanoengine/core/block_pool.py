@@ -132,7 +132,7 @@ class BlockPool:
         self.duplicates: dict[tuple[int, Prefix], list[int]] = {}
         # Digests of content evicted recently: up to one per block, and as many before those.
         self._evicted: set[bytes] = set()
-        self._evicted_before: set[bytes] = set()
+        self._evicted_earlier: set[bytes] = set()
 
     def _add(self, queue: Queue) -> None:
         """Appends the blocks of a queue, all of them empty, to the pool."""
@@ -170,10 +170,10 @@ class BlockPool:
 
         The caller checks `num_free` before; too few free blocks here are a bug.
         """
-        return self._take(self._kv, count)
+        return self._pop_free(self._kv, count)
 
-    def _take(self, queue: Queue, count: int) -> list[int]:
-        assert count <= queue.num_free, f"{count} blocks asked of {queue.num_free} free"
+    def _pop_free(self, queue: Queue, count: int) -> list[int]:
+        assert count <= queue.num_free, f"{count} blocks requested, {queue.num_free} are free"
         null = queue.end
         block = null.after
         block_ids: list[int] = []
@@ -199,12 +199,12 @@ class BlockPool:
             if block.ref_count == 0:
                 if block_id == NULL_BLOCK:
                     continue
-                assert block.prefix is not None, f"{block} holds nothing"
+                assert block.prefix is not None, f"{block} has no content"
                 before, after = block.before, block.after
                 before.after, after.before = after, before
                 block.queue.num_free -= 1
                 if self.observers:
-                    self._tell("reused", block)
+                    self._notify("reused", block)
             block.ref_count += 1
 
     def free(self, block_ids: Iterable[int]) -> None:
@@ -231,7 +231,7 @@ class BlockPool:
                 block.before, block.after = last, end
                 last.after = end.before = block
                 if observers:
-                    self._tell("freed", block)
+                    self._notify("freed", block)
             elif count:
                 block.ref_count = count - 1
             elif block.block_id != NULL_BLOCK:
@@ -268,7 +268,7 @@ class BlockPool:
                 self.duplicates.setdefault((group, prefix), []).append(block_id)
             fresh.append(block)
             if observers:
-                self._tell("stored", block)
+                self._notify("stored", block)
         return fresh
 
     def lookup(self, group: int, prefix: Prefix) -> int | None:
@@ -315,21 +315,21 @@ class BlockPool:
         # Why: observers are notified once, not once per block.
         observers, self.observers = self.observers, []
         self.evict(self.next_evicted(len(self.blocks)))
-        self._evicted, self._evicted_before = set(), set()
+        self._evicted, self._evicted_earlier = set(), set()
         self.observers = observers
-        self._tell("cleared", self.blocks[NULL_BLOCK])
+        self._notify("cleared", self.blocks[NULL_BLOCK])
         return True
 
     def clear(self) -> None:
         """Makes all blocks empty, also active ones, because reference counts may be wrong."""
         self._make_blocks()
-        self._tell("cleared", self.blocks[NULL_BLOCK])
+        self._notify("cleared", self.blocks[NULL_BLOCK])
 
     def was_evicted(self, digest: bytes) -> bool:
         """True if content with this digest was evicted recently; a larger pool would keep it."""
-        return digest in self._evicted or digest in self._evicted_before
+        return digest in self._evicted or digest in self._evicted_earlier
 
-    def _tell(self, event: str, block: Block) -> None:
+    def _notify(self, event: str, block: Block) -> None:
         for observer in self.observers:
             observer.on_block(event, block)
 
@@ -338,19 +338,19 @@ class BlockPool:
         prefix, group, duplicates = block.prefix, block.group, self.duplicates
         assert prefix is not None, block
         if self.observers:
-            self._tell("removed", block)
+            self._notify("removed", block)
         if duplicates and (group, prefix) in duplicates:
-            same = [self.index[group][prefix], *duplicates.pop((group, prefix))]
-            same.remove(block.block_id)
-            self.index[group][prefix] = same[0]
-            if same[1:]:
-                duplicates[group, prefix] = same[1:]
+            same_content = [self.index[group][prefix], *duplicates.pop((group, prefix))]
+            same_content.remove(block.block_id)
+            self.index[group][prefix] = same_content[0]
+            if same_content[1:]:
+                duplicates[group, prefix] = same_content[1:]
         else:
             del self.index[group][prefix]
         block.prefix = None
         self._evicted.add(prefix.digest)
         if len(self._evicted) >= self.num_blocks:
-            self._evicted, self._evicted_before = set(), self._evicted
+            self._evicted, self._evicted_earlier = set(), self._evicted
 
     def __str__(self) -> str:
         """One character per block: `0` null, `.` empty, `c` cached, else the reference count."""

@@ -23,8 +23,8 @@ def check(scheduler: Scheduler) -> None:
     """Checks queue, rows and blocks of a scheduler, between two steps."""
     running, rows, waiting = scheduler.running, scheduler.rows, scheduler.waiting
     check_manager(scheduler.block_manager, running)
-    held = [seq.row for seq in running]
-    assert sorted(held + rows.free) == list(range(rows.num_rows)), held
+    used_rows = [seq.row for seq in running]
+    assert sorted(used_rows + rows.free) == list(range(rows.num_rows)), used_rows
     num_waiting = sum(seq.status is Status.WAITING for _, seq in waiting.heap)
     assert num_waiting == waiting.num_waiting, (num_waiting, waiting.num_waiting)
     assert all(seq.status is Status.RUNNING for seq in running)
@@ -99,6 +99,6 @@ def _check_queue(queue: Queue) -> int:
     assert len(free) == queue.num_free == len(set(free)), "the queue and its length differ"
     assert all(block.ref_count == 0 for block in free), free
     is_cached = [block.prefix is not None for block in free]
-    assert is_cached == sorted(is_cached), "an empty block behind a cached one"
+    assert is_cached == sorted(is_cached), "an empty block after a cached one"
     assert is_cached.count(False) == queue.num_empty, queue.num_empty
     return len(free)

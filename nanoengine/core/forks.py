@@ -40,14 +40,14 @@ class Forks:
 
     # --- n > 1 --------------------------------------------------------------------------------
 
-    def num_rows_due(self, seq: Sequence) -> int:
+    def num_reserved_rows(self, seq: Sequence) -> int:
         """Rows to reserve for forks at the end of this prompt, limited by the number of rows."""
         num_rows = self.scheduler.max_num_seqs
-        return min(seq.request.num_forks_due, num_rows - 1) if seq.index == 0 else 0
+        return min(seq.request.num_pending_forks, num_rows - 1) if seq.index == 0 else 0
 
-    def are_due(self, seq: Sequence) -> bool:
+    def has_pending_forks(self, seq: Sequence) -> bool:
         """True if more sequences are forked from this one at the end of its prompt."""
-        return seq.index == 0 and seq.request.num_forks_due > 0
+        return seq.index == 0 and seq.request.num_pending_forks > 0
 
     def fork_prompt(self, plan: StepPlan, scheduled: list[Sequence], parent: Sequence) -> None:
         """Creates a request's other n - 1 sequences, which sample from the parent's logits.
@@ -55,16 +55,17 @@ class Forks:
         Sequences without a free row wait, and compute the end of the prompt again. They get the
         same tokens, because a token depends only on seed, position and logits.
         """
-        # Why lower indices than any other fork's: a sequence between them may not preempt them.
-        num_placed = self.num_rows_due(parent)
-        while parent.request.num_forks_due:
-            child = self._make_child(parent, parent.params.n - parent.request.num_forks_due)
-            parent.request.num_forks_due -= 1
-            if not num_placed:
+        # Why indices below n: later forks then follow these in `running`, and can't preempt them in
+        # this step.
+        num_free = self.num_reserved_rows(parent)
+        while parent.request.num_pending_forks:
+            child = self._make_child(parent, parent.params.n - parent.request.num_pending_forks)
+            parent.request.num_pending_forks -= 1
+            if not num_free:
                 self.scheduler.waiting.push(child)
                 continue
-            num_placed -= 1
-            self._place_beside(child, parent)
+            num_free -= 1
+            self._start_child(child, parent)
             child.num_pending_tokens = 1
             scheduled.append(child)
             plan.add(child.row, child.num_computed_tokens, 0, num_logits=1)
@@ -89,9 +90,9 @@ class Forks:
         parent.request.next_index += 1
         scheduler = self.scheduler
         # Why fewer than are free: some are reserved for forks of prompts that are being computed.
-        num_spare = len(scheduler.rows.free) - sum(map(self.num_rows_due, scheduler.running))
+        num_spare = len(scheduler.rows.free) - sum(map(self.num_reserved_rows, scheduler.running))
         if parent.status is Status.RUNNING and num_spare > 0:
-            self._place_beside(child, parent)
+            self._start_child(child, parent)
         else:
             computed = max(parent.num_computed_tokens, parent.num_preempted_tokens)
             child.num_preempted_tokens = computed
@@ -120,14 +121,14 @@ class Forks:
         choices, extras.choices = extras.choices, None
         if choices is not None and extras.logprobs is not None:
             chosen = next(entry for entry in choices if entry.token_id == token_id)
-            self.note(extras, [chosen, *choices])
+            self.record_logprobs(extras, [chosen, *choices])
         if seq.status is Status.RUNNING:
             self.scheduler.rows.replace_token(seq, token_id)
         self.scheduler.append(seq, token_id, time.perf_counter())
         if seq.status is Status.PARKED:
             self.scheduler.waiting.push(seq)
 
-    def note(self, extras: SequenceOptions, logprobs: list[TokenLogprob]) -> None:
+    def record_logprobs(self, extras: SequenceOptions, logprobs: list[TokenLogprob]) -> None:
         """Stores the log-probabilities of the next token: its own, then the candidates'."""
         if extras.logprobs is not None:
             extras.logprobs.append(logprobs)
@@ -145,7 +146,7 @@ class Forks:
 
     # --- choosing -----------------------------------------------------------------------------
 
-    def offer(self, seq: Sequence, choices: list[TokenLogprob]) -> None:
+    def store_choices(self, seq: Sequence, choices: list[TokenLogprob]) -> None:
         """Stores a sequence's most likely next tokens for its chooser."""
         assert seq.extras is not None
         seq.extras.choices = choices
@@ -156,7 +157,7 @@ class Forks:
         if seq.request.chooser is not None:
             self.undecided.append(seq.request)
 
-    def let_choose(self) -> None:
+    def run_choosers(self) -> None:
         """Calls the choosers of requests whose sequences all await a choice.
 
         If one sequence of a request has failed, the others end as well: the chooser will never be
@@ -182,7 +183,7 @@ class Forks:
         while scheduler.num_waiting and scheduler.running and not scheduled:
             assert scheduler.running[-1].awaits_choice, scheduler.running[-1]
             scheduler.preempt(
-                plan, "it awaits a choice, and one that is queued needs row or blocks"
+                plan, "it awaits a choice, and a queued sequence needs its row or blocks"
             )
             scheduler.admit(plan, scheduled, scheduler.max_num_batched_tokens)
 
@@ -210,7 +211,7 @@ class Forks:
         request.sequences.append(child)
         return child
 
-    def _place_beside(self, child: Sequence, parent: Sequence) -> None:
+    def _start_child(self, child: Sequence, parent: Sequence) -> None:
         """Gives a child a row and the parent's blocks; the next plan contains the fork."""
         self.scheduler.rows.fork(child, parent)
         child.status = Status.RUNNING
@@ -224,8 +225,8 @@ def share_blocks(manager: BlockManager, parent: Sequence, child: Sequence) -> No
     Blocks without a computed token are not shared, because both sequences would fill them.
     """
     num_blocks = -(-parent.num_computed_tokens // manager.block_size)
-    for index, whole in enumerate(parent.block_tables):
-        table = whole[:num_blocks]
+    for index, parent_table in enumerate(parent.block_tables):
+        table = parent_table[:num_blocks]
         manager.pool.touch(table)
         child.block_tables.append(table)
         manager.updates.append(TableUpdate(child.row, index, 0, tuple(table)))

@@ -11,22 +11,27 @@ def format_plan(plan: Any) -> str:
     Args:
         plan: a `StepPlan`, whose file imports this one.
     """
-    decodes = sum(n == 1 for n in plan.num_scheduled_tokens)
+    tokens, sequences = _num(plan.num_tokens, "token"), _num(len(plan.rows), "sequence")
+    num_single = sum(n == 1 for n in plan.num_scheduled_tokens)
     lines = [
-        f"step {plan.step}: {plan.num_tokens} tokens in {len(plan.rows)} sequences"
-        f" ({decodes} of them one token), {sum(n > 0 for n in plan.num_logits)} sampled"
+        f"step {plan.step}: {tokens} in {sequences} ({num_single} with one token),"
+        f" {sum(n > 0 for n in plan.num_logits)} sampled"
     ]
     for new in plan.admitted:
         lines.append(
-            f"  admit seq {new.seq_id} to row {new.row}: {len(new.token_ids)} tokens,"
+            f"  admit seq {new.seq_id} to row {new.row}: {_num(len(new.token_ids), 'token')},"
             f" {new.num_cached_tokens} of them cached"
         )
     lines += [f"  fork row {f.parent_row} to row {f.row} as seq {f.seq_id}" for f in plan.forks]
     lines += [f"  copy block {c.src} to {c.dst} (copy-on-write)" for c in plan.block_copies]
-    lines += [f"  {t.kind} {len(t.device_ids)} blocks, {t.tier} tier" for t in plan.transfers]
+    lines += [f"  {t.kind} {_num(len(t.tier_ids), 'block')}, {t.tier} tier" for t in plan.transfers]
     lines += [
         f"  preempt seq {p.seq_id} at {p.num_computed_tokens} tokens: {p.reason}"
         for p in plan.preempted
     ]
     lines += [f"  {reason}" for reason in plan.reasons]
     return "\n".join(lines)
+
+
+def _num(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from nanoengine.core.block_manager import Admission, BlockManager
 from nanoengine.core.sequence import Sequence
-from nanoengine.core.waiting import AdmissionPolicy, Ended
+from nanoengine.core.waiting import AdmissionPolicy, FinishedStats
 
 Ints = NDArray[np.int64]
 
@@ -67,22 +67,22 @@ class Predictive(AdmissionPolicy):
     """
 
     def __init__(self) -> None:
-        self._ended, self._num_seen = Ended(), 0
+        self._finished, self._num_seen = FinishedStats(), 0
         self._sorted: list[int] = []
         self._lengths: dict[int, int | None] = {}
-        self._refused: int | None = None
+        self._refused_id: int | None = None
         # Priority -> the last arrival of the sequences that are being admitted longest first.
         self._last_arrival: dict[int, int] = {}
 
-    def watch(self, ended: Ended) -> None:
+    def watch(self, finished: FinishedStats) -> None:
         """Stores the statistics of ended sequences, which are read at the next call."""
-        self._ended = ended
+        self._finished = finished
 
     def _learn(self) -> None:
-        if self._ended.count != self._num_seen:
-            self._num_seen, self._refused = self._ended.count, None
+        if self._finished.count != self._num_seen:
+            self._num_seen, self._refused_id = self._finished.count, None
             self._lengths.clear()
-            self._sorted = sorted(self._ended.lengths)
+            self._sorted = sorted(self._finished.lengths)
 
     def next_to_admit(self, waiting: SequenceOf[Sequence]) -> Sequence:
         """The sequence with the longest expected output, of a fixed set of waiting sequences.
@@ -98,8 +98,8 @@ class Predictive(AdmissionPolicy):
         if first.request.arrival > self._last_arrival.get(priority, -1):
             self._last_arrival[priority] = max(seq.request.arrival for seq in peers)
         last = self._last_arrival[priority]
-        among = [seq for seq in peers if seq.request.arrival <= last]
-        return max(among, key=self.num_expected_tokens)
+        candidates = [seq for seq in peers if seq.request.arrival <= last]
+        return max(candidates, key=self.num_expected_tokens)
 
     def may_admit(
         self, seq: Sequence, admission: Admission, running: list[Sequence], manager: BlockManager
@@ -107,34 +107,34 @@ class Predictive(AdmissionPolicy):
         """Whether the predicted peak fits the pool."""
         self._learn()
         # Why: until a sequence ends the prediction does not change, so it is not computed again.
-        if seq.seq_id == self._refused:
+        if seq.seq_id == self._refused_id:
             return False
         # Why a bound first: with large batches, predicting all sequences per admission is slow.
-        fits = self._most(seq, admission, running, manager) <= manager.pool.num_usable
+        fits = self._upper_bound(seq, admission, running, manager) <= manager.pool.num_usable
         fits = fits or self._peak(seq, admission, running, manager) <= manager.pool.num_usable
-        self._refused = None if fits else seq.seq_id
+        self._refused_id = None if fits else seq.seq_id
         return fits
 
     def num_expected_tokens(self, seq: Sequence) -> int:
         """Number of tokens that the sequence is expected to generate from now on, at least one."""
         self._learn()
-        at_most = seq.max_num_tokens - seq.num_tokens
+        num_left = seq.max_num_tokens - seq.num_tokens
         if seq.stop_ids or seq.params.stop:
-            done = seq.num_tokens - seq.num_prompt_tokens
-            length = self._length_beyond(done)
+            num_output = seq.num_tokens - seq.num_prompt_tokens
+            length = self._expected_length(num_output)
             if length is not None:
-                at_most = min(at_most, length - done)
-        return max(at_most, 1)
+                num_left = min(num_left, length - num_output)
+        return max(num_left, 1)
 
-    def _length_beyond(self, done: int) -> int | None:
-        """Expected length of a sequence that has generated `done` tokens; None if unknown."""
-        if done not in self._lengths:
-            longer = self._sorted[bisect_right(self._sorted, done) :]
-            self._lengths[done] = int(np.mean(longer)) if longer else None
-        return self._lengths[done]
+    def _expected_length(self, num_output: int) -> int | None:
+        """Expected output length after `num_output` tokens; None if no longer one has finished."""
+        if num_output not in self._lengths:
+            longer = self._sorted[bisect_right(self._sorted, num_output) :]
+            self._lengths[num_output] = int(np.mean(longer)) if longer else None
+        return self._lengths[num_output]
 
     @staticmethod
-    def _most(
+    def _upper_bound(
         seq: Sequence, admission: Admission, running: list[Sequence], manager: BlockManager
     ) -> int:
         """An upper bound of the peak: all sequences grow to max_tokens in each group, none ends."""
@@ -150,14 +150,14 @@ class Predictive(AdmissionPolicy):
     ) -> int:
         """The largest number of blocks predicted to be in use at once."""
         size, pool = manager.block_size, manager.pool
-        everyone = [*running, seq]
-        known = np.array([s.num_tokens for s in everyone])
-        left = np.array([self.num_expected_tokens(s) for s in everyone])
+        sequences = [*running, seq]
+        known = np.array([s.num_tokens for s in sequences])
+        left = np.array([self.num_expected_tokens(s) for s in sequences])
         cached = [s.num_cached_tokens // size for s in running]
         shared = np.array([*cached, admission.num_cached_tokens // size])
         own = _blocks(known, manager) - shared
         active = pool.num_usable - pool.num_free + admission.num_needed_blocks
-        times = np.unique(left)  # Why these: blocks in use are most just before a sequence ends.
+        times = np.unique(left)  # Why: block use peaks just before a sequence ends.
         if len(times) > MAX_TIMES:
             times = times[np.linspace(0, len(times) - 1, MAX_TIMES).astype(int)]
         # [sequences, times]; the last token sampled is never stored.
@@ -167,15 +167,15 @@ class Predictive(AdmissionPolicy):
 
 def _blocks(num_tokens: Ints, manager: BlockManager) -> Ints:
     """Number of blocks of sequences with these lengths, over all groups."""
-    size, whole = manager.block_size, -(-num_tokens // manager.block_size)
+    size, num_blocks = manager.block_size, -(-num_tokens // manager.block_size)
     if not manager.layout.has_groups:
-        return whole
+        return num_blocks
     from nanoengine.core.groups.rules import num_needed_blocks
 
-    total = np.zeros_like(whole)
+    total = np.zeros_like(num_blocks)
     for group in manager.layout.groups:
-        at_most = num_needed_blocks(group, 2**40, manager.max_chunk, size)
-        total += np.minimum(whole, at_most)
+        max_blocks = num_needed_blocks(group, 2**40, manager.max_chunk, size)
+        total += np.minimum(num_blocks, max_blocks)
     return total
 
 

@@ -85,11 +85,11 @@ class PrefixCache:
 
     def _cached_blocks(self, seq: Sequence, start: int) -> list[int]:
         """A sequence's cached blocks, from the `start`-th to the first that is not cached."""
-        at_most = self._num_usable_blocks(seq)
-        hits = self.pool.lookup_all(0, self._prefixes_of(seq, at_most)[start:at_most])
+        end = self._num_usable_blocks(seq)
+        hits = self.pool.lookup_all(0, self._prefixes_of(seq, end)[start:end])
         return hits[: hits.index(NULL_BLOCK)] if NULL_BLOCK in hits else hits
 
-    def take(self, seq: Sequence, prefix: CachedPrefix) -> list[list[int]]:
+    def activate(self, seq: Sequence, prefix: CachedPrefix) -> list[list[int]]:
         """Makes the blocks of a found prefix active; returns the start of the sequence's tables."""
         for table in prefix.tables:
             self.pool.touch(table)
@@ -110,7 +110,7 @@ class PrefixCache:
         # Why - 1: at least one token must be computed, or there would be no logits.
         num_tokens = len(seq.token_ids) - 1
         if seq.params.prompt_logprobs is not None:
-            # Why: a position whose log-probabilities are wanted must be computed.
+            # Why: a position whose log-probabilities are requested must be computed.
             num_tokens = min(num_tokens, seq.params.first_scored_position)
         return num_tokens // self.block_size
 
@@ -124,7 +124,7 @@ class PrefixCache:
         if len(prefixes) < count:
             parent = prefixes[-1] if prefixes else self.prefixes.root(seq.request.cache_salt)
             token_ids = seq.token_ids[len(prefixes) * size : count * size]
-            prefixes += self.prefixes.follow(parent, token_ids, size)
+            prefixes += self.prefixes.extend_blocks(parent, token_ids, size)
         return prefixes
 
     # --- register -----------------------------------------------------------------------------
@@ -142,7 +142,7 @@ class PrefixCache:
             return
         prefixes = self._prefixes_of(seq, full)
         if first == 0:
-            self._roots[self._unsalted(seq)] = root_digest(seq.request.cache_salt)
+            self._roots[self._unsalted_digest(seq)] = root_digest(seq.request.cache_salt)
             if len(self._roots) > self.layout.num_blocks:
                 self._roots.popitem(last=False)
         self._index_run(seq, prefixes, first, full)
@@ -191,19 +191,19 @@ class PrefixCache:
 
     def _reason_of_miss(self, seq: Sequence, num_hits: int) -> str | None:
         """Why the block after the hits was not found; None if all were. See `CacheStats`."""
-        at_most = self._num_usable_blocks(seq)
-        if at_most == 0:
+        num_usable = self._num_usable_blocks(seq)
+        if num_usable == 0:
             return "short"
-        if num_hits == at_most:
+        if num_hits == num_usable:
             return None
         if self.pool.was_evicted(seq.prefixes[num_hits].digest):
             return "evicted"
-        known_root = None if num_hits else self._roots.get(self._unsalted(seq))
+        known_root = None if num_hits else self._roots.get(self._unsalted_digest(seq))
         if known_root is None or known_root == root_digest(seq.request.cache_salt):
             return "cold"
         return "salt"
 
-    def _unsalted(self, seq: Sequence) -> bytes:
+    def _unsalted_digest(self, seq: Sequence) -> bytes:
         """The digest that the first block would have without a salt."""
         if seq.request.cache_salt is None:
             return seq.prefixes[0].digest

@@ -66,47 +66,47 @@ class PrefixTree:
     """
 
     def __init__(self) -> None:
-        self._named: dict[bytes, ref[Prefix]] = {}
+        self._by_digest: dict[bytes, ref[Prefix]] = {}
         self._sweep_at = 1024
 
     def root(self, salt: str | None) -> Prefix:
         """The parent of first blocks, one per cache salt, so that tenants share nothing."""
-        return self.root_of_name(root_digest(salt))
+        return self.root_of_digest(root_digest(salt))
 
-    def root_of_name(self, name: bytes) -> Prefix:
-        """The root whose digest is `name`, a result of `root_digest`."""
-        assert len(name) != DIGEST_BYTES, name
-        holder = self._named.get(name)
-        root = None if holder is None else holder()
+    def root_of_digest(self, digest: bytes) -> Prefix:
+        """The root with this digest, a result of `root_digest`."""
+        assert len(digest) != DIGEST_BYTES, digest
+        reference = self._by_digest.get(digest)
+        root = None if reference is None else reference()
         if root is None:
-            root = Prefix(name, None, b"")
-            self._named[name] = ref(root)
+            root = Prefix(digest, None, b"")
+            self._by_digest[digest] = ref(root)
         return root
 
     def extend(self, parent: Prefix, token_ids: Sequence[int]) -> Prefix:
         """The prefix of one full block after `parent`."""
-        return self.follow(parent, token_ids, len(token_ids))[0]
+        return self.extend_blocks(parent, token_ids, len(token_ids))[0]
 
-    def follow(self, parent: Prefix, token_ids: Sequence[int], block_size: int) -> list[Prefix]:
-        """The prefixes of consecutive full blocks after `parent`."""
+    def extend_blocks(self, parent: Prefix, token_ids: Sequence[int], size: int) -> list[Prefix]:
+        """The prefixes of consecutive full blocks of `size` tokens after `parent`."""
         # Perf: 16 new blocks take 14 us, or 31 us with a WeakValueDictionary, which removes each
-        # name at once (one Zen 3 core).
-        if len(self._named) >= self._sweep_at:
-            self._named = {n: holder for n, holder in self._named.items() if holder() is not None}
-            self._sweep_at = 1024 + 2 * len(self._named)
-        named, found = self._named, []
-        for (block,) in struct.iter_unpack(f"{block_size * TOKEN_BYTES}s", pack(token_ids)):
+        # digest at once (one Zen 3 core).
+        if len(self._by_digest) >= self._sweep_at:
+            self._by_digest = {d: live for d, live in self._by_digest.items() if live() is not None}
+            self._sweep_at = 1024 + 2 * len(self._by_digest)
+        by_digest, found = self._by_digest, []
+        for (block,) in struct.iter_unpack(f"{size * TOKEN_BYTES}s", pack(token_ids)):
             digest = hash_block(parent.digest + block)
-            holder = named.get(digest)
-            while holder is not None and (known := holder()) is not None:
+            reference = by_digest.get(digest)
+            while reference is not None and (known := reference()) is not None:
                 if known.parent is parent and known.packed == block:
                     break
                 # Why: other content has this digest, so this one gets the next free digest.
                 digest = ((int.from_bytes(digest) + 1) % 2**128).to_bytes(DIGEST_BYTES)
-                holder = named.get(digest)
+                reference = by_digest.get(digest)
             else:
                 known = Prefix(digest, parent, block)
-                named[digest] = ref(known)
+                by_digest[digest] = ref(known)
             found.append(known)
             parent = known
         return found

@@ -21,7 +21,7 @@ from nanoengine.errors import CapacityError, PromptTooLongError, RequestError
 from nanoengine.settings.checks import check_value
 from nanoengine.settings.params import SamplingParams
 
-OPTIONS = (
+CHECKED_FIELDS = (
     "stop_token_ids", "allowed_token_ids", "logit_bias", "logprobs", "prompt_logprobs",
     "structured_outputs", "logits_processors", "extra_args",
 )  # fmt: skip
@@ -34,18 +34,18 @@ class RequestChecker:
     Args:
         info: vocabulary, EOS ids, max_model_len.
         manager: provides the capacity of the KV pool.
-        stages: the logits processors. Their `check` raises RequestError for unsupported
+        processors: the logits processors. Their `check` raises RequestError for unsupported
             parameters, and `is_ready` returns whether it need not wait. None skips these checks.
     """
 
-    def __init__(self, info: EngineInfo, manager: BlockManager, stages: Any = None) -> None:
+    def __init__(self, info: EngineInfo, manager: BlockManager, processors: Any = None) -> None:
         self.info = info
         self._manager = manager
-        self._stages = stages
+        self._processors = processors
 
     def is_ready(self, params: SamplingParams) -> bool:
         """Whether `check` need not wait; if False, it will become True soon."""
-        return self._stages is None or bool(self._stages.is_ready(params))
+        return self._processors is None or bool(self._processors.is_ready(params))
 
     def check(
         self,
@@ -89,18 +89,18 @@ class RequestChecker:
                 f"prompt_token_ids must be a list of integers, got {prompt_token_ids!r}"
             )
         if not len(prompt_token_ids):
-            raise RequestError("the prompt is empty: give at least one token")
+            raise RequestError("the prompt is empty: it needs at least one token")
         token_ids = self._plain_ids("prompt token ids", prompt_token_ids)
         words = tuple(tuple(self._plain_ids("bad_word_ids", word)) for word in bad_word_ids)
         num_generated = 0 if params.pooling else 1
         self.check_length(len(token_ids), num_generated=num_generated)
-        if any(getattr(params, name) not in (None, (), {}) for name in OPTIONS):
+        if any(getattr(params, name) not in (None, (), {}) for name in CHECKED_FIELDS):
             from nanoengine.core.request_options import check_options
 
-            params = check_options(params, self.info.vocab_size, self._stages)
-        longest = self.info.max_model_len + 1 - num_generated
+            params = check_options(params, self.info.vocab_size, self._processors)
+        max_num_tokens = self.info.max_model_len + 1 - num_generated
         if params.max_tokens is not None:
-            longest = min(longest, len(token_ids) + params.max_tokens)
+            max_num_tokens = min(max_num_tokens, len(token_ids) + params.max_tokens)
         stop_ids = dict.fromkeys(() if params.ignore_eos else self.info.eos_token_ids)
         return Request(
             "",
@@ -111,7 +111,7 @@ class RequestChecker:
             cache_salt=cache_salt,
             bad_word_ids=words,
             stop_ids=stop_ids | {i: i for i in params.stop_token_ids or ()} | (ends or {}),
-            max_num_tokens=longest,
+            max_num_tokens=max_num_tokens,
         )
 
     def _plain_ids(self, name: str, token_ids: SequenceOf[int]) -> list[int]:
@@ -136,16 +136,17 @@ class RequestChecker:
         """
         info, manager = self.info, self._manager
         if num_tokens + num_generated > info.max_model_len:
-            room = f"leaves room for {info.max_model_len - 1} and one generated"
+            plus = " plus one generated token" if num_generated else ""
             raise PromptTooLongError(
                 f"the prompt has {at_least}{num_tokens} tokens; max_model_len={info.max_model_len}"
-                f" {room if num_generated else 'is the most'}: shorten it, or raise max_model_len"
+                f" allows {info.max_model_len - num_generated}{plus}: shorten it, or raise"
+                " max_model_len"
             )
         if not manager.can_ever_allocate(num_tokens):
-            from nanoengine.core.request_options import too_large
+            from nanoengine.core.request_options import too_large_message
 
             what = f"the prompt of {at_least}{num_tokens} tokens"
-            raise CapacityError(too_large(what, num_tokens, manager))
+            raise CapacityError(too_large_message(what, num_tokens, manager))
 
 
 def is_int(value: object) -> bool:

@@ -1,10 +1,10 @@
 """RowAllocator: assigns rows to running sequences, and reports changes of rows in the next plan.
 
-    free ──take, fork──► held by a running sequence ──release──► free
+    free ──allocate, fork──► used by a running sequence ──release──► free
 
 The executor keeps each row's tokens across steps, so a plan contains only what has changed since
-the previous one. The changes are collected here, and `tell` writes them into the next plan. Used by
-the Scheduler and its `Forks`; does not depend on blocks.
+the previous one. The changes are collected here, and `write_changes` adds them to the next plan.
+Used by the Scheduler and its `Forks`; does not depend on blocks.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ class RowAllocator:
         self._forked: list[tuple[Sequence | None, Sequence, int]] = []
         self._chosen: list[ChosenToken] = []
 
-    def take(self, seq: Sequence) -> None:
+    def allocate(self, seq: Sequence) -> None:
         """Assigns a row to a sequence, in a plan that admits it."""
         seq.row = self.free.pop()
 
     def fork(self, child: Sequence, parent: Sequence) -> None:
         """Assigns a row to a child; in the next plan it starts as a copy of its parent's row."""
-        self.take(child)
+        self.allocate(child)
         self.has_changes = True
         self._forked.append((parent, child, parent.num_computed_tokens))
         # Why: the executor copies the parent's row in its state after the last plan.
@@ -61,7 +61,7 @@ class RowAllocator:
         """Makes the next plan release all rows, also free ones."""
         self._released, self.has_changes = list(range(self.num_rows)), True
 
-    def tell(self, plan: StepPlan) -> None:
+    def write_changes(self, plan: StepPlan) -> None:
         """Writes the changes since the last plan into this one, forks in their order.
 
         A child whose parent has lost its row in the meantime becomes an admitted sequence, because
@@ -71,13 +71,13 @@ class RowAllocator:
         plan.chosen_tokens, self._chosen = self._chosen, []
         for parent, child, num_computed_tokens in self._forked:
             if parent is None:
-                plan.admitted.append(admitted(child, num_computed_tokens))
+                plan.admitted.append(admitted_sequence(child, num_computed_tokens))
             else:
                 plan.forks.append(Fork(child.row, parent.row, child.seq_id, child.seed))
         self._forked, self.has_changes = [], False
 
 
-def admitted(seq: Sequence, num_cached_tokens: int) -> AdmittedSequence:
+def admitted_sequence(seq: Sequence, num_cached_tokens: int) -> AdmittedSequence:
     """The plan entry of a sequence that gets a row."""
     return AdmittedSequence(
         seq.row,

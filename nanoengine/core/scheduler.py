@@ -9,10 +9,10 @@ Prefill, chunked prefill, decode and verification use one formula: a sequence co
 of a sampled token, so a step may be planned while the previous one still runs. `commit` brings the
 values, possibly one step later. Source: vLLM v1's scheduler (no phases; one budget).
 
-Of the `block_size` decodes that fill a block, all but two need no block, no copy and no entry in
-the prefix cache. So the Scheduler asks the BlockManager once per block up to which position this
-holds, and stores the answer in `Sequence.slots_ready_until`. A decode before this position only
-advances counters.
+Fast decodes: of the `block_size` decodes that fill a block, all but two need no new block, no copy
+and no entry in the prefix cache. So the Scheduler asks the BlockManager once per block up to which
+position this holds, and stores it in `Sequence.slots_ready_until`. A decode before this position
+only advances counters.
 Perf: with 1,024 running sequences a plan takes 0.3 ms, and 1.6 ms if each decode calls the
 BlockManager (one EPYC core).
 
@@ -31,10 +31,10 @@ from typing import Any
 
 from nanoengine.core.block_manager import BlockManager, Verdict
 from nanoengine.core.plan import Preemption, StepPlan, StepResult
-from nanoengine.core.row_allocator import RowAllocator, admitted
+from nanoengine.core.row_allocator import RowAllocator, admitted_sequence
 from nanoengine.core.sequence import NO_ROW, Request, Sequence, Status
 from nanoengine.core.stats import SchedulerStats
-from nanoengine.core.waiting import AdmissionPolicy, Ended, LookAhead, WaitingQueue
+from nanoengine.core.waiting import AdmissionPolicy, FinishedStats, LookAhead, WaitingQueue
 
 
 class Scheduler:
@@ -42,7 +42,7 @@ class Scheduler:
 
     Args:
         block_manager: owns the blocks.
-        max_num_seqs: number of rows; the maximum number of running sequences.
+        max_num_seqs: maximum number of running sequences; each holds a row, see plan.py.
         max_num_batched_tokens: token budget of one step, at least max_num_seqs.
         chunked_prefill: False computes a prompt in one step or not yet.
         long_prefill_threshold: maximum prompt tokens per sequence and step; 0 for no limit.
@@ -50,12 +50,13 @@ class Scheduler:
 
     Attributes:
         running: sequences that hold a row, by priority and arrival.
-        special: `speculation.ExtrasScheduling`, for sequences with `SequenceOptions`; None until
-            `speculation.enable_extras` creates it.
-        last_finished, last_ended: requests that the latest commit finished, and sequences that
-            ended in it or since the previous one; for observers.
-        newly_ended: sequences that have ended since the latest commit.
-        ended: statistics of ended sequences, for policies.
+        extras_scheduling: `speculation.ExtrasScheduling`, for sequences with `SequenceOptions`;
+            None until `speculation.enable_extras` creates it.
+        last_finished_requests: requests that the latest commit finished; for observers.
+        last_ended_seqs: sequences that ended in the latest commit, or between it and the commit
+            before; for observers.
+        newly_ended_seqs: sequences that have ended since the latest commit.
+        finished_stats: statistics of ended sequences, for policies.
     """
 
     def __init__(
@@ -76,26 +77,26 @@ class Scheduler:
         self.policy = policy
         self.extras_scheduling: Any = None
         self.stats = SchedulerStats()
-        self.ended = Ended()
+        self.finished_stats = FinishedStats()
         if policy is not None:
-            policy.watch(self.ended)
+            policy.watch(self.finished_stats)
         self.seq_ids = itertools.count()
-        self.last_ended, self.newly_ended = list[Sequence](), list[Sequence]()
+        self.last_ended_seqs, self.newly_ended_seqs = list[Sequence](), list[Sequence]()
         self._clear()
 
     def _clear(self) -> None:
         self.running: list[Sequence] = []
-        self.last_finished: list[Request] = []
+        self.last_finished_requests: list[Request] = []
         self.waiting = WaitingQueue()
         self.rows = RowAllocator(self.max_num_seqs)
         self._in_flight: dict[int, list[Sequence]] = {}  # step -> its sequences, until commit
-        self._done: list[Request] = []  # finished, and not returned yet
+        self._finished: list[Request] = []  # not returned by `commit` yet
         self._any_ended = False  # `running` still contains ended sequences
 
     @property
     def has_unfinished(self) -> bool:
         """True while there is a step to run or to commit."""
-        return bool(self.running or self.num_waiting or self._in_flight or self._done)
+        return bool(self.running or self.num_waiting or self._in_flight or self._finished)
 
     @property
     def num_waiting(self) -> int:
@@ -113,7 +114,7 @@ class Scheduler:
         """Queues a request that the engine has validated."""
         token_ids = list(request.prompt_token_ids)
         first = Sequence(request, seq_id=next(self.seq_ids), index=0, token_ids=token_ids)
-        assert first.extras is None or self.extras_scheduling is not None, "see speculation.enlist"
+        assert first.extras is None or self.extras_scheduling is not None, "enable_extras first"
         request.sequences.append(first)
         self.waiting.push(first)
 
@@ -122,9 +123,9 @@ class Scheduler:
         for seq in request.sequences:
             if not seq.is_finished:
                 self.end(seq, "abort")
-        request.num_forks_due = 0
-        if request in self._done:  # it has failed in a step that is not committed yet
-            self._done.remove(request)
+        request.num_pending_forks = 0
+        if request in self._finished:  # it has failed in a step that is not committed yet
+            self._finished.remove(request)
         self.drop_ended()
 
     def recover(self, requests: Iterable[Request]) -> None:
@@ -135,10 +136,10 @@ class Scheduler:
         plan releases all rows.
         """
         for request in requests:
-            request.num_forks_due = 0
+            request.num_pending_forks = 0
             for seq in request.sequences:
                 if not seq.is_finished:
-                    self.block_manager.forget(seq)
+                    self.block_manager.clear_tables(seq)
                     seq.row = NO_ROW
                     self._finish(seq, "abort")
         self.block_manager.discard_all()
@@ -166,7 +167,7 @@ class Scheduler:
             self.extras_scheduling.break_deadlock(plan, scheduled)
         # Why last: a fork of this step may use the row of a sequence preempted in this step.
         if self.rows.has_changes:
-            self.rows.tell(plan)
+            self.rows.write_changes(plan)
         manager = self.block_manager
         plan.table_updates, manager.updates = manager.updates, []
         plan.block_copies, manager.copies = manager.copies, []
@@ -182,13 +183,14 @@ class Scheduler:
 
     def _schedule_running(self, plan: StepPlan, scheduled: list[Sequence]) -> int:
         """Schedules running sequences by priority; returns the remaining budget."""
-        budget, num_easy = self.max_num_batched_tokens, 0
+        budget, num_fast_decodes = self.max_num_batched_tokens, 0
         rows, starts = plan.rows, plan.starts
         counts, logits = plan.num_scheduled_tokens, plan.num_logits
-        before = tuple(self.running)  # Why: forks of this step join `running`, but do not run yet.
-        num_behind, running = len(before), Status.RUNNING
-        for seq in before:
-            num_behind -= 1
+        # Why a copy: forks of this step join `running`, but do not run yet.
+        sequences, running = tuple(self.running), Status.RUNNING
+        num_later = len(sequences)
+        for seq in sequences:
+            num_later -= 1
             if seq.status is not running:
                 continue  # preempted by an earlier sequence of this step
             start = seq.num_computed_tokens
@@ -201,19 +203,18 @@ class Scheduler:
                 logits.append(1)
                 seq.num_computed_tokens = num_tokens
                 seq.num_pending_tokens += 1
-                num_easy += 1
+                num_fast_decodes += 1
                 budget -= 1
                 continue
             # Why: one token per later sequence is reserved, so that no prompt stalls a decode.
-            num_new = self._schedule_next(plan, scheduled, seq, budget - num_behind)
+            num_new = self._schedule_next(plan, scheduled, seq, budget - num_later)
             budget -= num_new
             if num_new:
                 is_decode = num_new == logits[-1] == 1 and start >= seq.num_prompt_tokens
-                # Why pending: with a chooser, no token is sampled.
-                is_easy = is_decode and seq.num_pending_tokens > 0
-                ready = self.block_manager.slots_ready_until(seq) if is_easy else 0
-                seq.slots_ready_until = ready
-        self.stats.decode_tokens += num_easy
+                # Why pending: with a chooser, no token is sampled, so no decode follows.
+                has_next = is_decode and seq.num_pending_tokens > 0
+                seq.slots_ready_until = self.block_manager.slots_ready_until(seq) if has_next else 0
+        self.stats.decode_tokens += num_fast_decodes
         return budget
 
     def _schedule_next(
@@ -228,29 +229,29 @@ class Scheduler:
             return 0  # its last token is not committed yet
         if num_new > 1:
             num_new = self.next_chunk(seq, budget)
-        if not self.make_room(plan, seq, num_new):
+        if not self.ensure_blocks(plan, seq, num_new):
             return 0
-        self.put(plan, scheduled, seq, num_new)
+        self.add_to_plan(plan, scheduled, seq, num_new)
         return num_new
 
     def next_chunk(self, seq: Sequence, budget: int, num_drafts: int = 0) -> int:
         """How many of a sequence's tokens, including its drafts, the next step may compute."""
-        self.block_manager.catch_up(seq)
+        self.block_manager.reuse_filled_blocks(seq)
         num_new = seq.num_tokens + num_drafts - seq.num_computed_tokens
         return min(num_new, budget, seq.max_chunk, self.long_prefill_threshold or budget)
 
-    def make_room(self, plan: StepPlan, seq: Sequence, num_new: int) -> bool:
+    def ensure_blocks(self, plan: StepPlan, seq: Sequence, num_new: int) -> bool:
         """Allocates blocks for a running sequence, and preempts later ones if necessary."""
-        while not self.block_manager.may_append(seq, num_new):
+        while not self.block_manager.allocate_slots(seq, num_new):
             if len(self.running) == 1:
-                self._fail_for_size(seq, seq.num_computed_tokens + num_new)
+                self._fail_too_large(seq, seq.num_computed_tokens + num_new)
                 return False
             reason = f"seq {seq.seq_id} needs a block and none is free"
             if self.preempt(plan, reason) is seq:
                 return False
         return True
 
-    def put(
+    def add_to_plan(
         self,
         plan: StepPlan,
         scheduled: list[Sequence],
@@ -278,10 +279,10 @@ class Scheduler:
         return samples
 
     def preempt(self, plan: StepPlan, reason: str) -> Sequence:
-        """Frees row and blocks of the latest sequence with the lowest priority, and returns it.
+        """Preempts the last sequence in `running`: the latest with the lowest priority; returns it.
 
-        It keeps its tokens and waits. A sequence that awaits a choice is parked instead, because it
-        has nothing to compute until then.
+        Its row and blocks are freed. It keeps its tokens and waits for admission, or is parked if
+        it awaits a choice, because it has nothing to compute until then.
         """
         victim = self.running.pop()
         plan.preempted.append(Preemption(victim.seq_id, victim.num_computed_tokens, reason))
@@ -289,7 +290,7 @@ class Scheduler:
         awaits_choice = victim.extras is not None and victim.awaits_choice
         self.block_manager.deallocate(victim)
         self.rows.release(victim)
-        victim.forget_computed()
+        victim.reset_computed()
         if awaits_choice:
             victim.status = Status.PARKED
         else:
@@ -300,89 +301,88 @@ class Scheduler:
 
     def admit(self, plan: StepPlan, scheduled: list[Sequence], budget: int) -> None:
         """Admits waiting sequences in order while rows, budget and blocks suffice."""
-        policy, special, manager = self.policy, self.extras_scheduling, self.block_manager
-        ahead = LookAhead(self.waiting, policy)
-        forks, rows_kept = 0, 0
-        if special is not None:
-            rows_kept = sum(map(special.num_rows_due, self.running))
-        while budget > 0 and (seq := ahead.next(few=len(self.running))) is not None:
-            if special is not None:
-                forks = special.num_rows_due(seq)
-            if len(self.rows.free) - rows_kept < 1 + forks or seq.num_pending_tokens:
-                ahead.pass_over(seq, "token" if seq.num_pending_tokens else "row")
+        policy, extras, manager = self.policy, self.extras_scheduling, self.block_manager
+        look_ahead = LookAhead(self.waiting, policy)
+        num_forks, num_reserved = 0, 0
+        if extras is not None:
+            num_reserved = sum(map(extras.num_reserved_rows, self.running))
+        while budget > 0 and (seq := look_ahead.next(len(self.running))) is not None:
+            if extras is not None:
+                num_forks = extras.num_reserved_rows(seq)
+            if len(self.rows.free) - num_reserved < 1 + num_forks or seq.num_pending_tokens:
+                look_ahead.pass_over(seq, "token" if seq.num_pending_tokens else "row")
                 break
             admission = manager.can_allocate(seq, keep_watermark=bool(self.running))
             if admission.verdict is Verdict.NEVER:
-                self.waiting.push(seq)  # it ends as a waiting sequence
-                self._fail_for_size(seq, seq.num_tokens)
+                self.waiting.push(seq)  # Why: only a queued or a running sequence can end.
+                self._fail_too_large(seq, seq.num_tokens)
                 continue
             num_new, prefix = seq.num_tokens - admission.num_cached_tokens, admission.prefix
             too_long = not self.chunked_prefill and num_new > budget
             if admission.verdict is Verdict.LATER or too_long:
-                lacks = "blocks" if prefix.is_ready else "read"
-                ahead.pass_over(seq, "budget" if too_long else lacks)
+                missing = "blocks" if prefix.is_ready else "read"
+                look_ahead.pass_over(seq, "budget" if too_long else missing)
                 if prefix.reason:
                     plan.reasons.append(f"seq {seq.seq_id} waits: {prefix.reason}")
                 continue
-            asked = policy if self.running else None
-            if asked and not asked.may_admit(seq, admission, self.running, manager):
-                ahead.pass_over(seq, "policy")
+            active_policy = policy if self.running else None
+            if active_policy and not active_policy.may_admit(seq, admission, self.running, manager):
+                look_ahead.pass_over(seq, "policy")
                 break  # Why: the pool will be too full for later ones, too.
             threshold = self.long_prefill_threshold or budget
             num_new = min(num_new, budget, admission.max_chunk, threshold)
             if prefix.reason:
                 plan.reasons.append(f"seq {seq.seq_id}: {prefix.reason}")
-            self._start(plan, seq, admission.num_cached_tokens)
+            self._start_running(plan, seq, admission.num_cached_tokens)
             manager.allocate(seq, admission)
-            has_room = manager.may_append(seq, num_new)
-            assert has_room, seq
+            is_allocated = manager.allocate_slots(seq, num_new)
+            assert is_allocated, seq
             if seq.extras is None:
-                self.put(plan, scheduled, seq, num_new)
+                self.add_to_plan(plan, scheduled, seq, num_new)
             else:
-                special.put(plan, scheduled, seq, num_new)
-                rows_kept += special.num_rows_due(seq)
+                extras.place(plan, scheduled, seq, num_new)
+                num_reserved += extras.num_reserved_rows(seq)
             budget -= num_new
-            ahead.overtake()
-        if ahead.passed_over and not plan.rows:
-            plan.reasons.append(
-                f"nothing admitted: {ahead.passed_over[0]} waits for blocks or rows"
-            )
-        plan.waits = ahead.end()
+            look_ahead.count_overtaken()
+        if look_ahead.passed_over and not plan.rows:
+            first = look_ahead.passed_over[0]
+            plan.reasons.append(f"nothing admitted: {first} waits for blocks or rows")
+        plan.waits = look_ahead.requeue()
 
-    def _start(self, plan: StepPlan, seq: Sequence, num_cached_tokens: int) -> None:
+    def _start_running(self, plan: StepPlan, seq: Sequence, num_cached_tokens: int) -> None:
         """Assigns a row to an admitted sequence, and inserts it into `running`."""
-        self.rows.take(seq)
+        self.rows.allocate(seq)
         seq.status = Status.RUNNING
         seq.num_overtaken = 0
         insort(self.running, seq, key=lambda s: s.order)
         if seq.first_scheduled_time is None:
             seq.first_scheduled_time = time.perf_counter()
             seq.request.num_cached_tokens = num_cached_tokens
-        plan.admitted.append(admitted(seq, num_cached_tokens))
+        plan.admitted.append(admitted_sequence(seq, num_cached_tokens))
 
     # --- commit -------------------------------------------------------------------------------
 
     def commit(self, plan: StepPlan, result: StepResult) -> list[Request]:
         """Appends the sampled tokens of a step; returns the requests that finished in it."""
-        self._take_results(plan, result, self._in_flight.pop(plan.step, []))
+        self._apply_results(plan, result, self._in_flight.pop(plan.step, []))
         if self.extras_scheduling is not None:
-            self.extras_scheduling.let_choose()
+            self.extras_scheduling.run_choosers()
         if self._any_ended:
             self.drop_ended()
         if self.block_manager.prefix_cache.tiers is not None:
             self.block_manager.prefix_cache.tiers.commit(plan, result)
-        self.last_finished, self._done = self._done, []
-        if self.newly_ended or self.last_ended:
-            self.last_ended, self.newly_ended = self.newly_ended, []
-        self.stats.finished_requests += len(self.last_finished)
-        return self.last_finished
+        self.last_finished_requests, self._finished = self._finished, []
+        if self.newly_ended_seqs or self.last_ended_seqs:
+            self.last_ended_seqs, self.newly_ended_seqs = self.newly_ended_seqs, []
+        self.stats.finished_requests += len(self.last_finished_requests)
+        return self.last_finished_requests
 
-    def _take_results(self, plan: StepPlan, result: StepResult, scheduled: list[Sequence]) -> None:
+    def _apply_results(self, plan: StepPlan, result: StepResult, scheduled: list[Sequence]) -> None:
         """Appends the step's sampled tokens to each scheduled sequence."""
-        now, num_logits, num_easy = time.perf_counter(), plan.num_logits, 0
+        now, num_logits, num_fast_decodes = time.perf_counter(), plan.num_logits, 0
         is_plain = not (result.errors or result.logprobs or result.prompt_logprobs)
         for i, seq in enumerate(scheduled):
-            # Why slots: an ended or preempted sequence has none.
+            # A sequence that has ended or was preempted has slots_ready_until 0.
             if is_plain and seq.slots_ready_until and num_logits[i] == 1 and seq.last_token_time:
                 (token_id,) = result.token_ids[i]
                 at_end = len(seq.token_ids) + 1 >= seq.max_num_tokens
@@ -390,18 +390,18 @@ class Scheduler:
                     seq.token_ids.append(token_id)
                     seq.num_pending_tokens -= 1
                     seq.last_token_time = now
-                    num_easy += 1
+                    num_fast_decodes += 1
                     continue
             if seq.is_finished:
                 continue  # aborted, or stopped by a step committed since
             if seq.extras is not None:
-                self.extras_scheduling.take_result(plan, result, i, seq, now)
+                self.extras_scheduling.apply_result(plan, result, i, seq, now)
             elif i in result.errors:
-                self.fail_result(seq, result.errors[i])
+                self.fail_and_invalidate(seq, result.errors[i])
             elif num_logits[i]:
                 seq.num_pending_tokens -= 1
                 self.append(seq, result.token_ids[i][0], now)
-        self.stats.output_tokens += num_easy
+        self.stats.output_tokens += num_fast_decodes
 
     def append(self, seq: Sequence, token_id: int, now: float) -> None:
         """Appends the next token to a sequence; the sequence may end with it."""
@@ -425,14 +425,14 @@ class Scheduler:
             self.waiting.num_waiting -= 1
         self._finish(seq, reason, stop_reason)
         if reason != "abort" and seq.request.finished:
-            self._done.append(seq.request)
+            self._finished.append(seq.request)
 
     def _finish(self, seq: Sequence, reason: str, stop_reason: int | str | None = None) -> None:
         seq.finish(reason, stop_reason)
-        self.newly_ended.append(seq)
-        self.ended.count += 1
+        self.newly_ended_seqs.append(seq)
+        self.finished_stats.count += 1
         if reason in ("stop", "length"):
-            self.ended.lengths.append(seq.num_output_tokens)
+            self.finished_stats.lengths.append(seq.num_output_tokens)
 
     def fail(self, seq: Sequence, message: str) -> None:
         """Ends a sequence with an error; other requests are not affected."""
@@ -441,17 +441,17 @@ class Scheduler:
         if seq.extras is not None:
             self.extras_scheduling.on_failure(seq)
 
-    def _fail_for_size(self, seq: Sequence, num_tokens: int) -> None:
-        from nanoengine.core.request_options import too_large
+    def _fail_too_large(self, seq: Sequence, num_tokens: int) -> None:
+        from nanoengine.core.request_options import too_large_message
 
         what = f"a sequence of {num_tokens} tokens"
-        self.fail(seq, too_large(what, num_tokens, self.block_manager))
+        self.fail(seq, too_large_message(what, num_tokens, self.block_manager))
 
-    def fail_result(self, seq: Sequence, message: str) -> None:
+    def fail_and_invalidate(self, seq: Sequence, message: str) -> None:
         """Ends a sequence whose step failed, and drops its blocks' content, which may be wrong."""
-        held = [block_id for table in seq.block_tables for block_id in table]
+        block_ids = [block_id for table in seq.block_tables for block_id in table]
         self.fail(seq, message)
-        self.block_manager.prefix_cache.invalidate(held)
+        self.block_manager.prefix_cache.invalidate(block_ids)
 
     def drop_ended(self) -> None:
         """Removes ended sequences from `running`."""

@@ -164,7 +164,7 @@ class Sequence:
         return Ending("length") if num_tokens >= self.max_num_tokens else None
 
     @property
-    def is_scored_alone(self) -> bool:
+    def is_score_only(self) -> bool:
         """True if no token follows the prompt: `max_tokens` is 0."""
         return self.max_num_tokens == self.num_prompt_tokens
 
@@ -173,7 +173,7 @@ class Sequence:
         """True if all tokens are computed and a `TokenChooser` has yet to choose the next one."""
         return self.num_computed_tokens == self.num_tokens
 
-    def forget_computed(self) -> None:
+    def reset_computed(self) -> None:
         """Marks all tokens as not computed, because the blocks are freed, and drops drafts."""
         if self.extras is not None:
             self.extras.draft_token_ids = ()
@@ -204,8 +204,9 @@ class Sequence:
 class Request:
     """One prompt with its sampling parameters, and its n sequences.
 
-    `sequences` starts with one. The others, `num_forks_due` of them, are forked from it when the
-    prompt has been computed. More may be forked later; their indices continue from `next_index`.
+    `sequences` starts with one. The others are forked from it when the prompt has been computed;
+    until then `num_pending_forks` counts them. More may be forked later, with indices from
+    `next_index` on.
     `chooser` selects the tokens instead of the sampler. `seed` is the first sequence's seed, from
     which the others are derived; without a seed in `params` it is derived from `key`, if there is
     one. `arrival` numbers requests in the order of arrival; `arrival_time` is in seconds of
@@ -231,7 +232,7 @@ class Request:
     seed: int = 0
     sequences: list[Sequence] = field(default_factory=list)
     next_index: int = field(init=False)
-    num_forks_due: int = field(init=False)
+    num_pending_forks: int = field(init=False)
     num_cached_tokens: int = 0
     prompt_logprobs: TokenLogprobs | None = field(init=False)
     error: str | None = None
@@ -239,20 +240,20 @@ class Request:
 
     def __post_init__(self) -> None:
         self.next_index = self.params.n
-        self.num_forks_due = self.params.n - 1
+        self.num_pending_forks = self.params.n - 1
         self.prompt_logprobs = [] if self.params.prompt_logprobs is not None else None
 
     @property
     def needs_extras(self) -> bool:
         """True if its sequences need `SequenceOptions` from the start."""
         params = self.params
-        asks = params.logprobs is not None or params.prompt_logprobs is not None
-        return asks or params.n > 1 or self.chooser is not None
+        has_logprobs = params.logprobs is not None or params.prompt_logprobs is not None
+        return has_logprobs or params.n > 1 or self.chooser is not None
 
     @property
     def finished(self) -> bool:
         """True once all sequences have finished, or the first has failed before the forks."""
-        forked = self.num_forks_due == 0 or self.error is not None
+        forked = self.num_pending_forks == 0 or self.error is not None
         return forked and all(seq.is_finished for seq in self.sequences)
 
     def __repr__(self) -> str:

@@ -1,8 +1,8 @@
 """ExtrasScheduling: steps of sequences with drafts, log-probabilities, pooling or forks.
 
-    enlist(scheduler)   before a request is queued that `needs_extras`, has drafts or is forked
-    schedule, put       a step's tokens: drafts are trimmed to what fits; forks join their parent
-    take_result         the sampled tokens: accepted drafts, log-probabilities, choices
+    enable_extras   before a request is queued that `needs_extras`, has drafts or is forked
+    schedule        a step's tokens: drafts are trimmed to what fits; forks join their parent
+    apply_result    the sampled tokens: accepted drafts, log-probabilities, choices
 
 The Scheduler calls it for sequences with `SequenceOptions`. The code for several sequences per
 request is in forks.py.
@@ -58,15 +58,15 @@ class ExtrasScheduling(Forks):
         extras, scheduler = seq.extras, self.scheduler
         assert extras is not None
         num_new = seq.num_tokens + len(extras.draft_token_ids) - seq.num_computed_tokens
-        if num_new <= 0 or (seq.num_tokens >= seq.max_num_tokens and not seq.is_scored_alone):
+        if num_new <= 0 or (seq.num_tokens >= seq.max_num_tokens and not seq.is_score_only):
             return 0  # it awaits a choice, or its last token is not committed yet
         if num_new > 1:
             num_new = scheduler.next_chunk(seq, budget, len(extras.draft_token_ids))
             if extras.draft_token_ids:
                 num_new = self._trim_drafts(seq, extras, num_new)
-        if not scheduler.make_room(plan, seq, num_new):
+        if not scheduler.ensure_blocks(plan, seq, num_new):
             return 0
-        self.put(plan, scheduled, seq, num_new)
+        self.place(plan, scheduled, seq, num_new)
         return num_new
 
     def _trim_drafts(self, seq: Sequence, extras: SequenceOptions, num_new: int) -> int:
@@ -76,27 +76,27 @@ class ExtrasScheduling(Forks):
         extras.draft_token_ids = extras.draft_token_ids[: max(num_drafts, 0)]
         num_new = min(num_new, num_known + len(extras.draft_token_ids))
         manager = self.scheduler.block_manager
-        if extras.draft_token_ids and not manager.may_append(seq, num_new):
+        if extras.draft_token_ids and not manager.allocate_slots(seq, num_new):
             extras.draft_token_ids = ()  # Why: drafts are not worth a preemption.
             num_new = num_known
         return num_new
 
-    def put(self, plan: StepPlan, scheduled: list[Sequence], seq: Sequence, num_new: int) -> None:
+    def place(self, plan: StepPlan, scheduled: list[Sequence], seq: Sequence, num_new: int) -> None:
         """Adds a sequence to the plan, with the forks at the end of its prompt."""
         drafts = () if seq.extras is None else seq.extras.draft_token_ids
         if drafts:
             plan.draft_token_ids[seq.row] = drafts
-        if not self.scheduler.put(plan, scheduled, seq, num_new, len(drafts)):
+        if not self.scheduler.add_to_plan(plan, scheduled, seq, num_new, len(drafts)):
             return
         if seq.request.chooser is not None:
             seq.num_pending_tokens -= 1  # Why: its next token is chosen, not sampled.
         elif seq.params.pooling:
             seq.num_pending_tokens -= 1  # Why: no token follows.
             plan.num_logits[-1] = 0
-        elif self.are_due(seq):
+        elif self.has_pending_forks(seq):
             self.fork_prompt(plan, scheduled, seq)
 
-    def take_result(
+    def apply_result(
         self, plan: StepPlan, result: StepResult, i: int, seq: Sequence, now: float
     ) -> None:
         """Applies the i-th scheduled sequence's error, choices or tokens."""
@@ -106,13 +106,13 @@ class ExtrasScheduling(Forks):
         if i in result.prompt_logprobs and seq.index == 0:
             _extend_prompt_logprobs(seq, plan.starts[i], result.prompt_logprobs[i])
         if i in result.errors:
-            scheduler.fail_result(seq, result.errors[i])
+            scheduler.fail_and_invalidate(seq, result.errors[i])
         elif seq.params.pooling:
             if at_end:
                 seq.request.pooled = result.pooled.get(i)
                 scheduler.end(seq, "length")
         elif plan.num_logits[i] and seq.request.chooser is not None:
-            self.offer(seq, result.logprobs[i][0][1:])
+            self.store_choices(seq, result.logprobs[i][0][1:])
         elif plan.num_logits[i]:
             num_drafts, tokens = plan.num_logits[i] - 1, result.token_ids[i]
             seq.num_pending_tokens -= 1
@@ -124,12 +124,12 @@ class ExtrasScheduling(Forks):
                 scheduler.stats.accepted_tokens += len(tokens) - 1
             for j, token_id in enumerate(tokens):
                 if i in result.logprobs:
-                    self.note(extras, result.logprobs[i][j])
+                    self.record_logprobs(extras, result.logprobs[i][j])
                 scheduler.append(seq, token_id, now)
                 if seq.is_finished:
                     break
             scheduler.stats.saved_steps += len(seq.token_ids) - num_known - 1
-        elif seq.is_scored_alone and at_end:
+        elif seq.is_score_only and at_end:
             scheduler.end(seq, "length")
 
 

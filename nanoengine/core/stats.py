@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-RECENT = 1000
+NUM_RECENT = 1000
 """Number of admissions that the recent hit rate covers."""
 
 
@@ -45,7 +45,8 @@ class CacheStats:
     """Tokens that were looked up in the prefix cache, and tokens found there.
 
     Readmissions after preemption are counted separately, because they would inflate the rate.
-    Tokens that a prompt takes from another one later (`BlockManager.catch_up`) count as found.
+    Tokens of blocks that a running prompt reuses (`BlockManager.reuse_filled_blocks`) count as
+    found.
 
     `misses` counts the admissions that did not find all of their full blocks, by the reason why the
     first missing block was not cached:
@@ -68,11 +69,11 @@ class CacheStats:
     misses: dict[str, int] = field(
         default_factory=lambda: dict.fromkeys(("cold", "evicted", "salt", "short"), 0)
     )
-    _recent: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=RECENT))
+    _recent: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=NUM_RECENT))
 
-    def count_late(self, hit: int, *, again: bool) -> None:
-        """Counts tokens found after admission; `again` marks a readmission after preemption."""
-        if again:
+    def count_late_hits(self, hit: int, *, readmitted: bool) -> None:
+        """Counts tokens found after the admission, or the readmission after a preemption."""
+        if readmitted:
             self.readmit_hit_tokens += hit
         else:
             self.hit_tokens += hit

@@ -18,11 +18,11 @@ from nanoengine.core.sequence import Sequence, Status
 MAX_LOOK_AHEAD = 8
 """Maximum number of waiting sequences that one step passes over because they do not fit yet."""
 MAX_OVERTAKEN = 16
-"""How often a waiting sequence may be overtaken; after that none passes it until its admission."""
+"""How often a waiting sequence may be overtaken; no other is admitted before it after that."""
 
 
 @dataclass(slots=True)
-class Ended:
+class FinishedStats:
     """The ended sequences of a scheduler: their `count`, and the output `lengths` [tokens] of the
     latest ones that ended by a stop or by their length."""
 
@@ -39,7 +39,7 @@ class AdmissionPolicy:
     the watermark free.
     """
 
-    def watch(self, ended: Ended) -> None:
+    def watch(self, finished: FinishedStats) -> None:
         """Called once, with the statistics that the scheduler keeps up to date."""
 
     def next_to_admit(self, waiting: SequenceOf[Sequence]) -> Sequence:
@@ -97,36 +97,37 @@ class LookAhead:
         self.passed_over: list[Sequence] = []
         self._waits: list[tuple[int, str]] = []
 
-    def next(self, few: int) -> Sequence | None:
-        """Removes and returns the next sequence to try: by order, or, if at most `few` wait, as the
-        policy selects. None if the queue is empty, or if none may overtake those passed over."""
-        is_far = len(self.passed_over) > MAX_LOOK_AHEAD
+    def next(self, max_reordered: int) -> Sequence | None:
+        """Removes and returns the next sequence to try: the first one, or, if at most
+        `max_reordered` wait, the one that the policy selects. None if the queue is empty, or if no
+        sequence may overtake the ones passed over."""
+        is_past_limit = len(self.passed_over) > MAX_LOOK_AHEAD
         if (
             not self._queue.num_waiting
-            or is_far
+            or is_past_limit
             or any(seq.num_overtaken >= MAX_OVERTAKEN for seq in self.passed_over)
         ):
             return None
-        if self._policy is not None and self._queue.num_waiting <= few:
+        if self._policy is not None and self._queue.num_waiting <= max_reordered:
             return self._queue.pop_next(self._policy)
         return self._queue.pop()
 
-    def pass_over(self, seq: Sequence, lacks: str) -> None:
+    def pass_over(self, seq: Sequence, missing: str) -> None:
         """Passes over a sequence that can't be admitted now.
 
-        `lacks` is what is missing: a "row", its last "token" from the step in flight, "blocks", the
+        `missing` is one of: a "row", its last "token" from the step in flight, "blocks", the
         "read" of a tier, the "budget", or the consent of the "policy".
         """
         self.passed_over.append(seq)
-        self._waits.append((seq.seq_id, lacks))
+        self._waits.append((seq.seq_id, missing))
 
-    def overtake(self) -> None:
+    def count_overtaken(self) -> None:
         """Counts an admission of a later sequence for all sequences passed over."""
         for seq in self.passed_over:
             seq.num_overtaken += 1
 
-    def end(self) -> list[tuple[int, str]]:
-        """Queues the sequences passed over again, in order; returns what each lacked."""
+    def requeue(self) -> list[tuple[int, str]]:
+        """Queues the sequences passed over again, in order; returns what was missing for each."""
         for seq in self.passed_over:
             self._queue.push(seq)
         return self._waits

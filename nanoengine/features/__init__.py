@@ -1,1 +1,1 @@
-"""Optional features, one file each; imported only when they are used."""
+"""Optional features, one module or package each; imported only when they are used."""

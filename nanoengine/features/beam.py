@@ -1,9 +1,9 @@
 """Beam search: the continuations of a prompt with the best scores, one token per step.
 
-    step       beams await a choice, each with its most likely next tokens ..
-    `SequenceOptions.choices` choose     all continuations of all beams, best first
+    step       each beam has its most likely next tokens in `SequenceOptions.choices`
+    choose     all continuations of all beams, best first
                  EOS or maximum length ────────── a hypothesis, if among the first beam_width
-                 the beam_width best others ───── append a token, fork, drop
+                 the beam_width best others ───── append a token, fork or drop
 
 A `BeamSearch` is the `TokenChooser` of one request, whose sequences are the beams. Beams share the
 blocks of their common prefix, and the last block is copied on write. The Scheduler calls it; it
@@ -34,7 +34,7 @@ from nanoengine.text.prompt_forms import Row, prompt_list
 from nanoengine.text.prompts import CheckedPrompt
 from nanoengine.text.tokenizer import Tokenizer
 
-MOST_PENALTY = 30
+MAX_PENALTY = 30
 """Maximum length penalty. Why: a length to this power is a finite float for any context."""
 
 
@@ -71,14 +71,14 @@ class BeamSearchParams:
 
     def __post_init__(self) -> None:
         require_positive(self, RequestError, "beam_width", "max_tokens")
-        if abs(self.length_penalty) > MOST_PENALTY:
+        if abs(self.length_penalty) > MAX_PENALTY:
             raise RequestError(
-                f"length_penalty must be from {-MOST_PENALTY} to {MOST_PENALTY}, got"
+                f"length_penalty must be from {-MAX_PENALTY} to {MAX_PENALTY}, got"
                 f" {self.length_penalty!r}"
             )
         if self.temperature != 0:
             raise RequestError(
-                f"temperature must be 0, got {self.temperature!r}: a beam search draws no tokens;"
+                f"temperature must be 0, got {self.temperature!r}: a beam search does not sample;"
                 " use generate() with n > 1 to sample"
             )
 
@@ -172,13 +172,13 @@ class BeamSearch:
         length = beams[0].num_output_tokens + 1
         candidates = self._candidates(beams)
         self._collect(candidates[: self.params.beam_width], length)
-        going_on = [c for c in candidates if not self._ends(c, length)][: self.params.beam_width]
-        if not going_on or self._is_decided(going_on[0].logprob, length):
+        continuing = [c for c in candidates if not self._ends(c, length)][: self.params.beam_width]
+        if not continuing or self._is_decided(continuing[0].logprob, length):
             for beam in beams:
                 moves.finish(beam, "stop")
             return
         continuations: dict[Sequence, list[int]] = {}
-        for candidate in going_on:
+        for candidate in continuing:
             continuations.setdefault(candidate.beam, []).append(candidate.token_id)
         for beam in beams:  # Why first: a fork may use a dropped beam's row and blocks.
             if beam not in continuations:
@@ -257,7 +257,7 @@ def beam_search(
     params: BeamSearchParams,
     bar: Callable[[LLMEngine, int], contextlib.AbstractContextManager[object]],
 ) -> list[BeamSearchOutput]:
-    """Implements `LLM.beam_search`; the caller's call is alone on the engine.
+    """Implements `LLM.beam_search`; no other call uses the engine at the same time.
 
     Args:
         bar: creates a progress bar for this many requests.
@@ -265,32 +265,30 @@ def beam_search(
     calls, config, tokenizer = llm._calls, llm.config, llm._tokenizer
     if not isinstance(params, BeamSearchParams):
         raise RequestError(f"params must be BeamSearchParams, got {params!r}")
-    room = config.max_num_seqs // params.beam_width
-    if not room:
+    max_searches = config.max_num_seqs // params.beam_width
+    if not max_searches:
         raise RequestError(
-            f"beam_width={params.beam_width} sequences run together:"
-            f" max_num_seqs={config.max_num_seqs} must be at least that"
+            f"max_num_seqs={config.max_num_seqs} must be at least beam_width={params.beam_width},"
+            " because all beams run together"
         )
     if config.logits_processors:
         raise RequestError(
-            "a beam search ranks the model's own log-probabilities, which logits_processors"
-            " don't reach: make an LLM without them"
+            "a beam search ranks the model's own log-probabilities, so logits_processors are not"
+            " supported: create an LLM without them"
         )
-    given = prompt_list(prompts)
-    if any(isinstance(one, Row) and one.sampling_params is not None for one in given):
-        raise RequestError(
-            "a beam search samples nothing: leave out the sampling_params of its Rows"
-        )
+    parsed = prompt_list(prompts)
+    if any(isinstance(one, Row) and one.sampling_params is not None for one in parsed):
+        raise RequestError("a beam search does not sample: remove sampling_params from its Rows")
     shared = make_search(params, calls.engine.info, 0).sampling_params
-    read = llm.require_reader().read_all(given, shared, None, "raise")
-    waiting = [prompt for prompt in reversed(read) if isinstance(prompt, CheckedPrompt)]
+    results = llm.require_reader().read_all(parsed, shared, None, "raise")
+    waiting = [prompt for prompt in reversed(results) if isinstance(prompt, CheckedPrompt)]
     running: dict[str, tuple[CheckedPrompt, BeamSearch, Request]] = {}
     outputs: dict[int, BeamSearchOutput] = {}
     call = calls.begin()
-    with bar(call.engine, len(read)), call:
+    with bar(call.engine, len(results)), call:
         while waiting or running:
-            with call.held_engine() as engine:
-                while waiting and len(running) < room:  # Why: more would only wait for rows.
+            with call.locked_engine() as engine:
+                while waiting and len(running) < max_searches:  # Why: others would only wait.
                     prompt = waiting[-1]
                     search = make_search(params, engine.info, len(prompt.request.prompt_token_ids))
                     request = engine.queue(next(calls.request_ids), prompt.request, chooser=search)

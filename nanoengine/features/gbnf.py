@@ -23,8 +23,8 @@ def to_lark(text: str) -> str:
     """Converts a grammar to Lark's notation; a grammar in that notation is returned as is.
 
     Rules that contain only characters become terminals in Lark. Its lexer splits a text into the
-    longest terminals: for `word "s"`, with `word ::= [a-z]+`, the word would include the "s". Why
-    the rule WHOLE: a grammar without recursion becomes one terminal, and is not split.
+    longest terminals: for `word "s"`, with `word ::= [a-z]+`, the word would include the "s". The
+    rule WHOLE avoids this: a grammar without recursion becomes one terminal, and is not split.
 
     Raises:
         ValueError: the text is not valid GBNF.
@@ -39,14 +39,14 @@ def to_lark(text: str) -> str:
     # Why in parentheses: inside them, newlines are allowed.
     lines = "".join(f"{name} ::= ({body}\n)\n" for name, body in rules)
     try:
-        return str(gbnf_to_lark(ESCAPE.sub(_known, head + lines)))
+        return str(gbnf_to_lark(ESCAPE.sub(_convert_escape, head + lines)))
     except Exception as error:  # Why: the converter raises no specific type.
-        raise ValueError(f"it is no GBNF: {error}") from error
+        raise ValueError(f"it is not valid GBNF: {error}") from error
 
 
-def _known(escape: re.Match[str]) -> str:
-    of_four, of_eight, one = escape.groups()
-    if one and (one in '"\\[]' or one.isalpha()):
+def _convert_escape(escape: re.Match[str]) -> str:
+    hex4, hex8, char = escape.groups()
+    if char and (char in '"\\[]' or char.isalpha()):
         return escape[0]  # The converter handles it, or reports it as unknown.
-    found = "\0" if one == "0" else one or chr(int(of_four or of_eight, 16))
-    return f"\\x{ord(found):02x}" if found.isascii() else found
+    char = "\0" if char == "0" else char or chr(int(hex4 or hex8, 16))
+    return f"\\x{ord(char):02x}" if char.isascii() else char

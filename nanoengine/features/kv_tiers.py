@@ -41,7 +41,7 @@ from nanoengine.checkpoint.files import checkpoint_files, file_digest
 from nanoengine.core.layout import KVLayout
 from nanoengine.core.prefix_tree import DIGEST_BYTES, Prefix, PrefixTree, pack
 from nanoengine.core.tiers.cost import CostModel, LoadCost
-from nanoengine.core.tiers.disk import DiskCopy, Finished
+from nanoengine.core.tiers.disk import DiskCopy, FinishedCopy
 from nanoengine.core.tiers.lookup import Content
 from nanoengine.core.tiers.tiered_cache import TieredPrefixCache
 from nanoengine.errors import ConfigError
@@ -54,14 +54,14 @@ from nanoengine.settings.tiers import Tier
 FORMAT_VERSION = 2
 MAGIC = b"nanoKV%02d" % FORMAT_VERSION
 CHECKSUM_BYTES = 16
-MOST_HEADER_BYTES = 2**20
+MAX_HEADER_BYTES = 2**20
 """Maximum size of a header. A longer one is not ours: it would hold about 150,000 token ids."""
 CHUNK_BYTES = 2**30
 """Maximum size of one allocation of pinned memory."""
 MAX_DISK_BLOCKS = 2**20
 """Maximum number of blocks of a disk tier: each costs about 300 bytes of host memory."""
 
-NEITHER_LINK_NOR_FIFO = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+OPEN_FLAGS = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
 
 log = logging.getLogger(__name__)
 
@@ -103,7 +103,7 @@ class HostStorage:
                 torch.empty((size, *shape), dtype=kv.dtype, pin_memory=True)
                 for size in chunk_sizes(num_blocks, block_bytes)
             ]
-            self._down, self._up = torch.cuda.Stream(kv.device), torch.cuda.Stream(kv.device)
+            self._store_stream, self._load_stream = (torch.cuda.Stream(kv.device) for _ in "12")
             size, now = (staging_blocks(block_bytes), *shape), self._main_event()
             buffers = [torch.empty(size, dtype=kv.dtype, device=kv.device) for _ in range(2)]
             # Each buffer, and the event after which it may be written; in the order of use.
@@ -125,19 +125,19 @@ class HostStorage:
                 self._host_blocks(dst, 1)[0].copy_(self._kv[src])
             return lambda: None
         main = torch.cuda.current_stream(self._kv.device)
-        for src, dst in self._pieces(src_ids, dst_ids):
+        for src, dst in self._split(src_ids, dst_ids):
             buffer, free = self._staging[0]
             main.wait_event(free)
             (ids,) = ship(self._kv.device, np.array(src))
             torch.index_select(self._kv, 0, ids, out=buffer[: len(src)])
-            self._down.wait_stream(main)
-            with torch.cuda.stream(self._down):
+            self._store_stream.wait_stream(main)
+            with torch.cuda.stream(self._store_stream):
                 for first, last in self._runs(dst):
                     blocks = self._host_blocks(dst[first], last - first)
                     blocks.copy_(buffer[first:last], non_blocking=True)
-            arrived = self._down.record_event()
-            self._pass_on(buffer, arrived)
-        return arrived.synchronize
+            stored = self._store_stream.record_event()
+            self._rotate_staging(buffer, stored)
+        return stored.synchronize
 
     @torch.inference_mode()
     def load(self, src_ids: Sequence[int], dst_ids: Sequence[int]) -> float:
@@ -148,22 +148,22 @@ class HostStorage:
             for src, dst in zip(src_ids, dst_ids, strict=True):
                 self._kv[dst].copy_(self._host_blocks(src, 1)[0])
             return time.perf_counter() - started
-        for src, dst in self._pieces(src_ids, dst_ids):
+        for src, dst in self._split(src_ids, dst_ids):
             buffer, free = self._staging[0]
             free.synchronize()
             started = time.perf_counter()
-            with torch.cuda.stream(self._up):
+            with torch.cuda.stream(self._load_stream):
                 for first, last in self._runs(src):
                     blocks = self._host_blocks(src[first], last - first)
                     buffer[first:last].copy_(blocks, non_blocking=True)
-            self._up.record_event().synchronize()
+            self._load_stream.record_event().synchronize()
             seconds += time.perf_counter() - started
             (ids,) = ship(self._kv.device, np.array(dst))
             self._kv.index_copy_(0, ids, buffer[: len(dst)])
-            self._pass_on(buffer, self._main_event())
+            self._rotate_staging(buffer, self._main_event())
         return seconds
 
-    def _pass_on(self, buffer: torch.Tensor, free: torch.cuda.Event) -> None:
+    def _rotate_staging(self, buffer: torch.Tensor, free: torch.cuda.Event) -> None:
         """Makes the other buffer the next one; this one may be written again after `free`."""
         self._staging[0] = (buffer, free)
         self._staging.rotate(-1)
@@ -171,7 +171,7 @@ class HostStorage:
     def _main_event(self) -> torch.cuda.Event:
         return torch.cuda.current_stream(self._kv.device).record_event()
 
-    def _pieces(self, *ids: Sequence[int]) -> Iterator[list[Sequence[int]]]:
+    def _split(self, *ids: Sequence[int]) -> Iterator[list[Sequence[int]]]:
         """Splits the lists into pieces of the buffers' size."""
         size = len(self._staging[0][0])
         for start in range(0, len(ids[0]), size):
@@ -189,8 +189,8 @@ class HostStorage:
     def _host_blocks(self, first: int, count: int) -> torch.Tensor:
         """`count` blocks of the tier from `first` on, all in one chunk."""
         chunk = bisect.bisect_right(self._starts, first) - 1
-        at = first - self._starts[chunk]
-        return self.chunks[chunk][at : at + count]
+        offset = first - self._starts[chunk]
+        return self.chunks[chunk][offset : offset + count]
 
 
 class BlocksAndStates:
@@ -210,7 +210,7 @@ class BlocksAndStates:
 
     def store(self, src_ids: Sequence[int], dst_ids: Sequence[int]) -> Callable[[], None]:
         """See `HostStorage.store`."""
-        parts = self._parts(src_ids, dst_ids)
+        parts = self._split_ids(src_ids, dst_ids)
         waits = [storage.store(device, host) for storage, device, host in parts]
 
         def wait() -> None:
@@ -221,19 +221,19 @@ class BlocksAndStates:
 
     def load(self, src_ids: Sequence[int], dst_ids: Sequence[int]) -> float:
         """See `HostStorage.load`."""
-        parts = self._parts(dst_ids, src_ids)
+        parts = self._split_ids(dst_ids, src_ids)
         return sum(storage.load(host, device) for storage, device, host in parts)
 
-    def _parts(
+    def _split_ids(
         self, device_ids: Sequence[int], host_ids: Sequence[int]
     ) -> Iterator[tuple[HostStorage, list[int], list[int]]]:
         """The ids that each storage copies, in its own numbering."""
         ids = np.array([device_ids, host_ids])
         is_state = ids[0] >= self._device_blocks
-        for storage, own in ((self._blocks, ids[:, ~is_state]), (self._states, ids[:, is_state])):
-            if own.size:
-                device, host = (own if storage is self._blocks else own - self._first).tolist()
-                yield storage, device, host
+        blocks, states = ids[:, ~is_state], ids[:, is_state] - self._first
+        for storage, local_ids in ((self._blocks, blocks), (self._states, states)):
+            if local_ids.size:
+                yield storage, *local_ids.tolist()
 
 
 def chunk_sizes(num_blocks: int, block_bytes: int) -> list[int]:
@@ -292,18 +292,18 @@ class DiskFiles:
         try:
             self.directory = Path(path).expanduser() / fingerprint
         except RuntimeError as error:
-            raise ConfigError(f"DiskTier path {str(path)!r} is in no home: {error}") from error
+            raise ConfigError(f"DiskTier path {str(path)!r} has no home: {error}") from error
         self._fingerprint = fingerprint
         self._host = host
         self._reported: set[str] = set()
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kv-disk")
-        self._under_way: deque[Future[Finished]] = deque()
+        self._in_flight: deque[Future[FinishedCopy]] = deque()
         # Why a finalizer: an engine that was dropped, or failed at start, is never closed.
-        lock = self._take_lock()
+        lock = self._acquire_lock()
         self._release = None if lock is None else weakref.finalize(self, lock.release)
-        self.can_write = self._takes_more = lock is not None
+        self.can_write = self._accepts_writes = lock is not None
 
-    def _take_lock(self) -> FileLock | None:
+    def _acquire_lock(self) -> FileLock | None:
         """Creates and locks the directory; None if this process may only read."""
         try:
             self.directory.parent.mkdir(parents=True, exist_ok=True)
@@ -323,7 +323,7 @@ class DiskFiles:
         except OSError as error:
             self._report("lock", f"can't be written ({error}); it is only read")
             return None
-        self._report("lock", "is written by another process or engine; it is only read")
+        self._report("lock", "is locked by another process or engine; it is only read")
         return None
 
     # --- DiskStorage --------------------------------------------------------------------------
@@ -350,7 +350,7 @@ class DiskFiles:
                 except (OSError, Damaged):
                     self._drop_damaged(path)
         found.sort(key=lambda entry: entry[0])
-        known = link([header for _, header, _ in found], prefixes)
+        known = link_prefixes([header for _, header, _ in found], prefixes)
         contents = []
         for _, header, path in found:
             prefix = known.get(header.digest)
@@ -362,29 +362,29 @@ class DiskFiles:
 
     def submit(self, copy: DiskCopy) -> None:
         """Queues a copy for the worker thread, which processes them in order."""
-        self._under_way.append(self._worker.submit(self._carry_out, copy))
+        self._in_flight.append(self._worker.submit(self._run_copy, copy))
 
-    def collect(self, wait_s: float) -> list[Finished]:
+    def collect(self, wait_s: float) -> list[FinishedCopy]:
         """Finished copies, in order; waits up to `wait_s`, which may be infinite, for the first."""
-        if wait_s and self._under_way:
-            wait([self._under_way[0]], timeout=wait_s if math.isfinite(wait_s) else None)
+        if wait_s and self._in_flight:
+            wait([self._in_flight[0]], timeout=wait_s if math.isfinite(wait_s) else None)
         finished = []
-        while self._under_way and self._under_way[0].done():
-            finished.append(self._under_way.popleft().result())
-        self.can_write = self._takes_more
+        while self._in_flight and self._in_flight[0].done():
+            finished.append(self._in_flight.popleft().result())
+        self.can_write = self._accepts_writes
         return finished
 
     def close(self) -> None:
         """Finishes the running copies and allows another process to write."""
         self._worker.shutdown(wait=True)
-        self.can_write = self._takes_more = False
+        self.can_write = self._accepts_writes = False
         if self._release is not None:
             self._release()
             self._release = None
 
     # --- in the worker thread -----------------------------------------------------------------
 
-    def _carry_out(self, copy: DiskCopy) -> Finished:
+    def _run_copy(self, copy: DiskCopy) -> FinishedCopy:
         started = time.perf_counter()
         group, prefix = copy.content
         path = self.directory / f"{group}-{prefix.digest.hex()}.kv"
@@ -394,10 +394,10 @@ class DiskFiles:
             header = Header(group, prefix.digest, prefix.parent.digest, prefix.token_ids)
             move = self._write if copy.kind == "write" else self._read
             ok = move(path, self._pack(header), self._host[copy.host_id])
-        return Finished(copy, ok, time.perf_counter() - started)
+        return FinishedCopy(copy, ok, time.perf_counter() - started)
 
     def _write(self, path: Path, header: bytes, data: NDArray[np.uint8]) -> bool:
-        if not self._takes_more:
+        if not self._accepts_writes:
             return False
         temporary = path.with_suffix(".tmp")
         try:
@@ -410,8 +410,8 @@ class DiskFiles:
             self._drop_damaged(temporary)
             return False
         except OSError as error:
-            self._takes_more = False
-            self._report("write", f"takes no more blocks: {error}")
+            self._accepts_writes = False
+            self._report("write", f"stores no more blocks: {error}")
             self._unlink(temporary)
             return False
         return True
@@ -427,14 +427,14 @@ class DiskFiles:
                 found = file.read(len(header))
                 expected = file.read(CHECKSUM_BYTES)
                 size = file.readinto(data.data)
-                whole = size == len(data) and not file.read(1)
-            if not whole or found != header or checksum(header, data) != expected:
+                is_complete = size == len(data) and not file.read(1)
+            if not is_complete or found != header or checksum(header, data) != expected:
                 raise Damaged(path)
         except Damaged:
             self._drop_damaged(path)
             return False
         except FileNotFoundError:
-            self._report("missing", f"has lost files, {path.name} the first: they are misses")
+            self._report("missing", f"has lost files (first: {path.name}), which are cache misses")
             return False
         except OSError as error:
             self._report("read", f"can't be read: {error}")
@@ -467,23 +467,23 @@ class DiskFiles:
         with _open_regular(path) as file:
             start = file.read(len(MAGIC) + 4)
             length = int.from_bytes(start[len(MAGIC) :], "little")
-            text = file.read(min(length, MOST_HEADER_BYTES))
+            text = file.read(min(length, MAX_HEADER_BYTES))
             status = os.fstat(file.fileno())
         try:
             fields = json.loads(text)
             digest, parent = bytes.fromhex(fields["digest"]), bytes.fromhex(fields["parent"])
             header = Header(fields["group"], digest, parent, fields["token_ids"])
-            is_ours = self._pack(header) == start + text and pack(header.token_ids)
+            is_valid = self._pack(header) == start + text and pack(header.token_ids)
         except (ValueError, KeyError, TypeError, RecursionError, struct.error) as error:
             raise Damaged(path) from error
         size = len(start) + len(text) + CHECKSUM_BYTES + len(self._host[0])
         is_group = type(header.group) is int and header.group >= 0
-        if not is_ours or not is_group or status.st_size != size:
+        if not is_valid or not is_group or status.st_size != size:
             raise Damaged(path)
         return status.st_mtime_ns, header
 
     def _drop_damaged(self, path: Path) -> None:
-        self._report("damaged", f"had damaged files, {path.name} the first: they are removed")
+        self._report("damaged", f"had damaged files (first: {path.name}), which are removed")
         self._unlink(path)
 
     def _unlink(self, path: Path) -> bool:
@@ -511,7 +511,7 @@ class Damaged(Exception):
 def _opener(path: str | os.PathLike[str], flags: int) -> int:
     """Opens a file for this user only; where the system supports it, does not follow a link or wait
     for the other end of a FIFO."""
-    return os.open(path, flags | NEITHER_LINK_NOR_FIFO, 0o600)
+    return os.open(path, flags | OPEN_FLAGS, 0o600)
 
 
 def _open_regular(path: Path) -> BinaryIO:
@@ -532,7 +532,7 @@ def _open_regular(path: Path) -> BinaryIO:
     return file
 
 
-def link(headers: Sequence[Header], prefixes: PrefixTree) -> dict[bytes, Prefix]:
+def link_prefixes(headers: Sequence[Header], prefixes: PrefixTree) -> dict[bytes, Prefix]:
     """The prefixes of these headers by digest, if all of their ancestors are there, too.
 
     A header contains its own block's tokens and its parent's digest; the parent's tokens are in
@@ -543,7 +543,7 @@ def link(headers: Sequence[Header], prefixes: PrefixTree) -> dict[bytes, Prefix]
         children[header.parent].append(header)
     known: dict[bytes, Prefix] = {}
     roots = [name for name in children if len(name) != DIGEST_BYTES]
-    parents = [prefixes.root_of_name(name) for name in roots]
+    parents = [prefixes.root_of_digest(name) for name in roots]
     while parents:
         parent = parents.pop()
         for child in children.pop(parent.digest, ()):
@@ -590,8 +590,8 @@ def tiered_cache(runner: ModelRunner, layout: KVLayout) -> TieredPrefixCache:
     kv, states = runner.kv_cache.kv, runner.kv_cache.states
     if states is not None and disk is not None:
         raise ConfigError(
-            "kv_tiers: a DiskTier is not implemented for models whose layers keep states; use the"
-            " HostTier alone"
+            "kv_tiers: DiskTier is not supported for models with recurrent states; use only a"
+            " HostTier"
         )
     num_host_states = num_states(host, layout)
     num_host_blocks = num_blocks(host, layout.block_bytes, num_host_states * layout.state_bytes)
@@ -646,18 +646,18 @@ def tiered_cache(runner: ModelRunner, layout: KVLayout) -> TieredPrefixCache:
 
 def num_states(tier: Tier, layout: KVLayout) -> int:
     """Number of states in a tier: it has the same share of states and blocks as the device."""
-    taken = layout.num_states * layout.state_bytes
-    if not taken:
+    state_bytes = layout.num_states * layout.state_bytes
+    if not state_bytes:
         return 0
-    share = taken / (taken + layout.num_blocks * layout.block_bytes)
+    share = state_bytes / (state_bytes + layout.num_blocks * layout.block_bytes)
     return max(1, int(tier.gib * GIB * share) // layout.state_bytes)
 
 
-def num_blocks(tier: Tier, block_bytes: int, taken: int = 0) -> int:
-    """Number of whole blocks that fit into a tier, in addition to `taken` bytes."""
-    count = (int(tier.gib * GIB) - taken) // block_bytes
+def num_blocks(tier: Tier, block_bytes: int, reserved_bytes: int = 0) -> int:
+    """Number of whole blocks that fit into a tier, in addition to `reserved_bytes`."""
+    count = (int(tier.gib * GIB) - reserved_bytes) // block_bytes
     if count < 1:
         raise ConfigError(
-            f"{type(tier).__name__} gib={tier.gib} holds no block of {block_bytes} bytes: raise it"
+            f"{type(tier).__name__} gib={tier.gib} is too small for a block of {block_bytes} bytes"
         )
     return count

@@ -25,37 +25,37 @@ from llguidance.numpy import fill_next_token_bitmask, fill_next_token_bitmask_pa
 
 from nanoengine.errors import RequestError
 from nanoengine.features.gbnf import to_lark
-from nanoengine.settings.structured import MOST_CHARS, StructuredOutputs
+from nanoengine.settings.structured import MAX_CHARS, StructuredOutputs
 from nanoengine.text.tokenizer import Tokenizer
 
 LIMITS = LLParserLimits(step_lexer_fuel=50_000, max_items_in_row=50_000, verbose_errors=False)
 """Fuel per mask, and total number of items. Patterns of all Unicode letters take 20,000 of fuel
 with 150,000 tokens."""
 
-MEANINGS = {
+USER_MESSAGES = {
     r"NoExtensionBias": "no text matches it",
     r"Too many items|Current row has":
-        "too many rules apply at one place: have fewer alternatives there, or larger terminals",
+        "too many rules apply at one position: use fewer alternatives there, or longer terminals",
     r"too many expressions|too big|fuel exhausted|precomputation|symbols\.len":
-        "it is too large: have fewer or simpler patterns",
-    r"recursion depth": "it nests too deep, or names itself in a circle",
+        "it is too large: use fewer or simpler patterns",
+    r"recursion depth": "it is nested too deeply, or refers to itself in a cycle",
     r"oneOf constraints":
-        "the alternatives of a oneOf must exclude one another: give each the same property with a"
-        " const of its own, or use anyOf",
+        "the alternatives of a oneOf must exclude one another: give all of them the same property"
+        " with different const values, or use anyOf",
 }  # fmt: skip
 """Regular expressions for the library's messages -> their meaning for users."""
 
-MOST_WRITTEN_OUT = 65_536
+MAX_INLINED_CHARS = 65_536
 """Maximum number of characters of a grammar's terminals when all are inlined."""
 
-MOST_DIGITS = 16
+MAX_DIGITS = 16
 """Maximum number of consecutive digits in a JSON number, as in llama.cpp's grammar. Why: a weak
 model may write digits until max_tokens. A token of several digits may exceed it."""
 
 BLANKS = r"[\r\n]{0,2}[ \t]{0,40}"
 """Whitespace between JSON tokens, if it is allowed. Why a limit: as for digits."""
 
-MANY = 4
+MIN_PARALLEL_ROWS = 4
 """Number of rows from which on masks are filled by threads."""
 
 
@@ -66,14 +66,14 @@ class LLGuidance:
         self.eos_token_ids = tuple(eos_token_ids)
         known = json.loads(tokenizer.definition())
         # Why: added tokens, such as padding, may have ids above the model's logits.
-        known["added_tokens"] = [one for one in known["added_tokens"] if one["id"] < vocab_size]
+        known["added_tokens"] = [t for t in known["added_tokens"] if t["id"] < vocab_size]
         self.tables = LLTokenizer(
             json.dumps(known), n_vocab=vocab_size, eos_token=list(eos_token_ids)
         )
         self.threads = LLExecutor(torch.get_num_threads())
         vocab = known["model"]["vocab"]
         names = vocab if isinstance(vocab, dict) else {name: i for i, (name, _) in enumerate(vocab)}
-        self.runs = {i: name for name, i in names.items() if name[-1:].isdecimal()}
+        self.digit_endings = {i: name for name, i in names.items() if name[-1:].isdecimal()}
         digits = [i for name, i in names.items() if name[:1].isdecimal() and i < vocab_size]
         bits = np.zeros(-(-vocab_size // 32) * 32, np.uint8)
         bits[digits] = 1
@@ -82,33 +82,34 @@ class LLGuidance:
         bits[[names[name] for name in ('"', "a") if name in names]] = 1
         self.text = np.packbits(bits, bitorder="little").view(np.int32)
 
-    def compile(self, asked: StructuredOutputs) -> LLGuidanceGrammar:
+    def compile(self, spec: StructuredOutputs) -> LLGuidanceGrammar:
         """The grammar at the start of a text.
 
         Raises:
             RequestError: it can't be compiled, or a keyword is not enforced.
         """
         try:
-            matcher = LLMatcher(self.tables, _source(asked), log_level=0, limits=LIMITS)
+            matcher = LLMatcher(self.tables, _source(spec), log_level=0, limits=LIMITS)
             matcher.compute_bitmask()  # Why: reports most errors that would occur while a row runs.
             error = matcher.get_error()
         except (RecursionError, ValueError) as raised:
             error = str(raised)
         if error:
-            raise RequestError(f"structured_outputs can't be compiled: {_meaning(error)}")
-        return LLGuidanceGrammar(matcher, self.eos_token_ids, self.runs if asked.schema else {})
+            raise RequestError(f"structured_outputs can't be compiled: {_user_message(error)}")
+        digit_endings = self.digit_endings if spec.schema else {}
+        return LLGuidanceGrammar(matcher, self.eos_token_ids, digit_endings)
 
     def fill(self, grammars: Sequence[LLGuidanceGrammar], masks: np.ndarray) -> None:
         """See `GrammarLibrary`."""
-        if len(grammars) < MANY:
+        if len(grammars) < MIN_PARALLEL_ROWS:
             for i, grammar in enumerate(grammars):
                 fill_next_token_bitmask(grammar.matcher, masks, i)
         else:
             matchers = [(grammar.matcher, i) for i, grammar in enumerate(grammars)]
             fill_next_token_bitmask_par(self.threads, matchers, masks)
         for grammar, mask in zip(grammars, masks, strict=False):
-            # Why text: strings may have any number of digits.
-            is_long = grammar.num_digits >= MOST_DIGITS and not (mask & self.text).any()
+            # Why not in strings: they may have any number of digits.
+            is_long = grammar.num_digits >= MAX_DIGITS and not (mask & self.text).any()
             if is_long and (mask & ~self.digits).any():
                 mask &= ~self.digits
 
@@ -116,20 +117,20 @@ class LLGuidance:
 class LLGuidanceGrammar:
     """The state of one text in a grammar; a `Grammar`."""
 
-    __slots__ = ("eos_token_ids", "matcher", "num_digits", "runs")
+    __slots__ = ("digit_endings", "eos_token_ids", "matcher", "num_digits")
 
     def __init__(
         self,
         matcher: LLMatcher,
         eos_token_ids: tuple[int, ...],
-        runs: Mapping[int, str],
+        digit_endings: Mapping[int, str],
         num_digits: int = 0,
     ) -> None:
         self.matcher, self.eos_token_ids = matcher, eos_token_ids
-        self.runs, self.num_digits = runs, num_digits
+        self.digit_endings, self.num_digits = digit_endings, num_digits
 
     def accept(self, token_id: int) -> None:
-        run = self.runs.get(token_id, "")
+        run = self.digit_endings.get(token_id, "")
         before = run.rstrip("0123456789")
         self.num_digits = len(run) - len(before) + (self.num_digits if run and not before else 0)
         if token_id in self.eos_token_ids or self.matcher.consume_token(token_id):
@@ -142,48 +143,48 @@ class LLGuidanceGrammar:
         """Set if the text does not match the grammar, or exceeds the library's limits."""
         if not self.matcher.is_error():
             return None
-        return RequestError(f"structured_outputs: {_meaning(self.matcher.get_error())}")
+        return RequestError(f"structured_outputs: {_user_message(self.matcher.get_error())}")
 
     def fork(self) -> LLGuidanceGrammar:
         copy = self.matcher.deep_copy()
-        return LLGuidanceGrammar(copy, self.eos_token_ids, self.runs, self.num_digits)
+        return LLGuidanceGrammar(copy, self.eos_token_ids, self.digit_endings, self.num_digits)
 
     def forced_tokens(self) -> list[int]:
         """See `RowState`. Without EOS ids: the token after the drafts is sampled in this step."""
         return list(self.matcher.compute_ff_tokens())
 
 
-def _meaning(error: str) -> str:
+def _user_message(error: str) -> str:
     """The library's message in terms of the user's grammar."""
-    found = (meaning for part, meaning in MEANINGS.items() if re.search(part, error))
+    found = (meaning for part, meaning in USER_MESSAGES.items() if re.search(part, error))
     return next(found, error.partition("<backtrace>")[0].strip())
 
 
-def _source(asked: StructuredOutputs) -> str:
+def _source(spec: StructuredOutputs) -> str:
     """Converts a request to the library's own description of a grammar.
 
     Raises:
         ValueError: it is too large, or contains what the library does not enforce.
     """
-    if asked.schema is not None:
-        schema = json.loads(asked.schema)
+    if spec.schema is not None:
+        schema = json.loads(spec.schema)
         _require_exact(schema)
-        _tell_apart(schema, schema)
-        options: Any = {"whitespace_flexible": asked.whitespace, "lenient": False}
-        if asked.whitespace:
+        _one_of_to_any_of(schema, schema)
+        options: Any = {"whitespace_flexible": spec.whitespace, "lenient": False}
+        if spec.whitespace:
             options["whitespace_pattern"] = BLANKS
         return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options)
-    if asked.choice is not None:
+    if spec.choice is not None:
         # Why not rules: the library limits their number in one place.
-        return LLMatcher.grammar_from_regex("|".join(map(re.escape, asked.choice)))
-    if asked.regex is not None:
-        return LLMatcher.grammar_from_regex(asked.regex)
-    lark = to_lark(asked.grammar or "")
+        return LLMatcher.grammar_from_regex("|".join(map(re.escape, spec.choice)))
+    if spec.regex is not None:
+        return LLMatcher.grammar_from_regex(spec.regex)
+    lark = to_lark(spec.grammar or "")
     _require_small(lark)
     return LLMatcher.grammar_from_lark(lark)
 
 
-def _tell_apart(one: Any, root: Any) -> None:
+def _one_of_to_any_of(node: Any, root: Any) -> None:
     """Replaces each `oneOf` by `anyOf` if its alternatives exclude one another by constants.
 
     Properties that are constants in several alternatives become required. Why: pydantic omits them
@@ -191,32 +192,32 @@ def _tell_apart(one: Any, root: Any) -> None:
     alternatives. The library itself recognises other differences, but neither constants nor
     differences of alternatives that contain the `oneOf` itself.
     """
-    if not isinstance(one, dict):
-        for inner in one if isinstance(one, list) else ():
-            _tell_apart(inner, root)
+    if not isinstance(node, dict):
+        for inner in node if isinstance(node, list) else ():
+            _one_of_to_any_of(inner, root)
         return
-    for name, inner in one.items():
+    for name, inner in node.items():
         if name not in ("const", "enum", "default", "examples"):
-            _tell_apart(inner, root)
-    if not isinstance(one.get("oneOf"), list):
+            _one_of_to_any_of(inner, root)
+    if not isinstance(node.get("oneOf"), list):
         return
     found: list[Any] = []
-    for each in one["oneOf"]:  # Why: pydantic nests unions whose tags are different properties.
+    for each in node["oneOf"]:  # Why: pydantic nests unions whose tags are different properties.
         inner = _resolved(each, root)
         is_union = "anyOf" in inner and inner.keys() <= {"anyOf", "discriminator", "title"}
         found += inner["anyOf"] if is_union else [each]
     alternatives = [_resolved(each, root) for each in found]
     constants = [_constants(each, root) for each in alternatives]
-    shared = Counter(name for each in constants for name in each)
-    for each, own in zip(alternatives, constants, strict=True):
-        if tags := {name for name in own if name is not None and shared[name] > 1}:
+    uses = Counter(name for names in constants for name in names)
+    for each, names in zip(alternatives, constants, strict=True):
+        if tags := {name for name in names if name is not None and uses[name] > 1}:
             each["required"] = sorted({*each.get("required", ()), *tags})
     pairs = itertools.combinations(constants, 2)
-    if "anyOf" not in one and all(
+    if "anyOf" not in node and all(
         any(a[t].isdisjoint(b[t]) for t in a if t in b) for a, b in pairs
     ):
-        del one["oneOf"]
-        one["anyOf"] = found
+        del node["oneOf"]
+        node["anyOf"] = found
 
 
 def _resolved(schema: Any, root: Any) -> dict[str, Any]:
@@ -247,29 +248,29 @@ def _constants(schema: dict[str, Any], root: Any) -> dict[str | None, set[str]]:
 def _require_exact(schema: Any) -> None:
     """Raises ValueError for integers in `const` and `enum` that the library would round, and for
     patterns that together exceed the limit of a regex."""
-    patterns, left = 0, [(schema, False)]
-    while left:
-        one, is_value = left.pop()
-        if isinstance(one, dict):
-            left += [(inner, is_value or name in ("const", "enum")) for name, inner in one.items()]
-            texts = (one.get("pattern"), *(one.get("patternProperties") or ()))
-            patterns += sum(len(text) for text in texts if isinstance(text, str))
-        elif isinstance(one, list):
-            left += [(inner, is_value) for inner in one]
-        elif is_value and isinstance(one, int) and abs(one) > 2**53:
+    num_chars, stack = 0, [(schema, False)]
+    while stack:
+        node, is_value = stack.pop()
+        if isinstance(node, dict):
+            stack += [(x, is_value or name in ("const", "enum")) for name, x in node.items()]
+            texts = (node.get("pattern"), *(node.get("patternProperties") or ()))
+            num_chars += sum(len(text) for text in texts if isinstance(text, str))
+        elif isinstance(node, list):
+            stack += [(inner, is_value) for inner in node]
+        elif is_value and isinstance(node, int) and abs(node) > 2**53:
             # Why: the library reads numbers as float64.
-            raise ValueError(f"const and enum hold integers up to 2**53, got {one}")
-    if patterns > MOST_CHARS["regex"]:
+            raise ValueError(f"const and enum support integers up to 2**53, got {node}")
+    if num_chars > MAX_CHARS["regex"]:
         raise ValueError(
-            f"the patterns of a schema must have at most {MOST_CHARS['regex']:,} characters"
-            f" together, got {patterns:,}"
+            f"the patterns of a schema must have at most {MAX_CHARS['regex']:,} characters"
+            f" together, got {num_chars:,}"
         )
 
 
 RULE = re.compile(
     r"^[ \t]*[?!]?([A-Za-z_]\w*)(?:\[[^\n]*\]|\.-?\d+)?(?:\s|//[^\n]*)*:", re.MULTILINE
 )
-NO_NAME = re.compile(r'"(?:\\.|[^"\\\n])*"|//.*|/(?:\\.|[^/\\\n])+/')
+NON_NAMES = re.compile(r'"(?:\\.|[^"\\\n])*"|//.*|/(?:\\.|[^/\\\n])+/')
 
 
 def _require_small(lark: str) -> None:
@@ -280,12 +281,12 @@ def _require_small(lark: str) -> None:
 
     @functools.cache
     def size(name: str) -> int:
-        inner = re.findall(r"\b[A-Z_][A-Z0-9_]*\b", NO_NAME.sub("", bodies[name]))
-        return len(bodies[name]) + sum(size(one) for one in inner if one in bodies)
+        inner = re.findall(r"\b[A-Z_][A-Z0-9_]*\b", NON_NAMES.sub("", bodies[name]))
+        return len(bodies[name]) + sum(size(each) for each in inner if each in bodies)
 
     largest = max(map(size, filter(str.isupper, bodies)), default=0)
-    if largest > MOST_WRITTEN_OUT:
+    if largest > MAX_INLINED_CHARS:
         raise ValueError(
-            f"a terminal, with all that it names, must have at most {MOST_WRITTEN_OUT:,}"
+            f"a terminal, including the terminals it uses, must have at most {MAX_INLINED_CHARS:,}"
             f" characters, got {largest:,}"
         )

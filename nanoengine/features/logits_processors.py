@@ -1,8 +1,8 @@
 """LogitsProcessors: logits processors for functions and grammars, created when a row needs one.
 
-    the caller's functions and processors (processors.py) ─ grammars (structured.py)
+    the caller's functions and processors (custom_processors.py) ─ grammars (structured.py)
 
-Created by `build.py`, called by a runner's `need_step_sampler`; each rank creates its own.
+Created by `build.py`, called by a runner's `ensure_step_sampler`; each rank creates its own.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ class LogitsProcessors:
     def __init__(self, config: EngineConfig, model_config: ModelConfig) -> None:
         self._args = (config, model_config)
         if config.logits_processors:
-            _ = self._given
+            _ = self._custom
 
     def __call__(self) -> tuple[LogitsProcessor, ...]:
         """All of them, in the order of their edits."""
-        return (*self._given, self.structured)
+        return (*self._custom, self.structured)
 
     def __reduce__(self) -> tuple[type[LogitsProcessors], tuple[object, ...]]:
         return LogitsProcessors, self._args
 
     @functools.cached_property
-    def _given(self) -> tuple[LogitsProcessor, ...]:
-        from nanoengine.features.processors import make_processors
+    def _custom(self) -> tuple[LogitsProcessor, ...]:
+        from nanoengine.features.custom_processors import make_processors
 
         return make_processors(self._args[0].logits_processors)
 

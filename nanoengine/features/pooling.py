@@ -1,13 +1,13 @@
 """Embeddings, scores, classes and rewards of prompts, computed from their hidden states.
 
-    Pools.embed, score, ... ─▶ Asked: prompts, PooledParams, finish
+    Pooler.embed, score, ... ─▶ PoolRequests: prompts, PooledParams, finish
                                          │ run by an engine, or by a job
     hidden states [hidden_size]  ◀───────┘
       embedding      cut to dimensions, length 1
       probs, reward  score.weight [classes, hidden_size]
-      score          cosine of two; a head with one class; one answer among several
+      score          cosine of two embeddings; a head with one class; one answer among several
 
-`Pools` reads a checkpoint's pooling configuration and its small heads. The heads are applied here,
+`Pooler` reads a checkpoint's pooling configuration and its small heads. The heads are applied here,
 on the host: engines only return hidden states. Called by `LLM` and jobs/pooled.py.
 """
 
@@ -41,11 +41,11 @@ from nanoengine.text.tokenizer import Tokenizer
 logger = logging.getLogger(__name__)
 
 Activation = Callable[[np.ndarray], np.ndarray]
-Made = outputs.PoolingRequestOutput
+Output = outputs.PoolingRequestOutput
 Maker = Callable[[np.ndarray], Any]
 
-PLAIN, RAW = PoolingParams(), PoolingParams(use_activation=False)
-LEAST_LENGTH = 1e-12
+DEFAULT, RAW = PoolingParams(), PoolingParams(use_activation=False)
+MIN_NORM = 1e-12
 """Minimum divisor when a vector is normalized. Source: torch's `normalize`."""
 
 
@@ -72,8 +72,8 @@ def activation(module: str) -> Activation:
     """
     name = module.rpartition(".")[2]
     if name not in ACTIVATIONS:
-        told = f"the activation {repr_short(name)} is not implemented"
-        raise UnsupportedModelError(f"{told}; supported: {', '.join(ACTIVATIONS)}")
+        message = f"the activation {repr_short(name)} is not implemented"
+        raise UnsupportedModelError(f"{message}; supported: {', '.join(ACTIVATIONS)}")
     return ACTIVATIONS[name]
 
 
@@ -85,13 +85,13 @@ class HeadlessChecker(RequestChecker):
     ) -> Request:
         if isinstance(params, SamplingParams) and not params.pooling:
             raise RequestError(
-                "this checkpoint has no language head, so it generates nothing: call embed, score,"
-                " classify or reward"
+                "this checkpoint has no LM head, so it can't generate: call embed, score, classify"
+                " or reward"
             )
         return super().check(prompt_token_ids, params, **options)
 
 
-class Asked(NamedTuple):
+class PoolRequests(NamedTuple):
     """The requests for an engine, and `finish`, which converts their outputs in the same order."""
 
     prompts: list[Any]
@@ -99,7 +99,7 @@ class Asked(NamedTuple):
     finish: Callable[[list[RequestOutput]], list[Any]]
 
 
-class Pools:
+class Pooler:
     """Pooling for one checkpoint. Each part is read when it is first used.
 
     Args:
@@ -138,13 +138,13 @@ class Pools:
         """The checkpoint's configuration of embeddings."""
         found = checkpoint.read_pooling(self.directory)
         if found.default_prompt:
-            told = "the checkpoint's default prompt is not put before texts: %r"
-            logger.warning(told, found.default_prompt)
+            message = "the checkpoint's default prompt is not prepended to texts: %r"
+            logger.warning(message, found.default_prompt)
         return found
 
     @functools.cached_property
     def _head(self) -> np.ndarray | None:
-        head = checkpoint.read_classes(self.directory)
+        head = checkpoint.read_classifier(self.directory)
         return None if head is None else head.numpy()
 
     @property
@@ -156,8 +156,8 @@ class Pools:
         """
         if self._head is None:
             raise UnsupportedModelError(
-                f"{self._config.model!r} has no head of classes (score.weight): use a checkpoint"
-                " of ...ForSequenceClassification, or embed, or score with answers=('no', 'yes')"
+                f"{self._config.model!r} has no classification head (score.weight): use a model"
+                " with one, embed() for embeddings, or score(answers=('no', 'yes'))"
             )
         return self._head
 
@@ -170,37 +170,37 @@ class Pools:
             return activation(str(named["activation_fn"]))
         if kind == "regression":
             return ACTIVATIONS["Identity"]
-        each = len(self.classes) == 1 or kind == "multi_label_classification"
-        return sigmoid if each else softmax
+        is_independent = len(self.classes) == 1 or kind == "multi_label_classification"
+        return sigmoid if is_independent else softmax
 
     # --- requests -------------------------------------------------------------------------------
 
-    def embed(self, prompts: Any, asked: PoolingParams | None = None) -> Asked:
+    def embed(self, prompts: Any, options: PoolingParams | None = None) -> PoolRequests:
         """One embedding per prompt."""
-        asked = asked or PLAIN
-        if (asked.dimensions or 1) > self.hidden_size:
-            told = f"dimensions must be at most {self.hidden_size}, got {asked.dimensions}"
-            raise RequestError(told)
-        return self._asked(
-            (prompts, asked, asked.pooling or self.embeds.pooling),
+        options = options or DEFAULT
+        if (options.dimensions or 1) > self.hidden_size:
+            message = f"dimensions must be at most {self.hidden_size}, got {options.dimensions}"
+            raise RequestError(message)
+        return self._requests(
+            (prompts, options, options.pooling or self.embeds.pooling),
             outputs.EmbeddingRequestOutput,
-            lambda it: outputs.EmbeddingOutput(embedding=self.vector(it, asked).tolist()),
+            lambda x: outputs.EmbeddingOutput(embedding=self.vector(x, options).tolist()),
         )
 
-    def classify(self, prompts: Any, asked: PoolingParams | None = None) -> Asked:
+    def classify(self, prompts: Any, options: PoolingParams | None = None) -> PoolRequests:
         """The classes of each prompt."""
-        asked, _ = asked or PLAIN, self.classes
-        return self._asked(
-            (prompts, asked, "last"),
+        options, _ = options or DEFAULT, self.classes
+        return self._requests(
+            (prompts, options, "last"),
             outputs.ClassificationRequestOutput,
-            lambda it: outputs.ClassificationOutput(probs=self.probs(it, asked).tolist()),
+            lambda x: outputs.ClassificationOutput(probs=self.probs(x, options).tolist()),
         )
 
-    def reward(self, prompts: Any, asked: PoolingParams | None = None) -> Asked:
+    def reward(self, prompts: Any, options: PoolingParams | None = None) -> PoolRequests:
         """The classification head's raw results for each prompt's last token."""
-        return self.encode("classify", prompts, replace(asked or PLAIN, use_activation=False))
+        return self.encode("classify", prompts, replace(options or DEFAULT, use_activation=False))
 
-    def encode(self, task: Any, prompts: Any, asked: PoolingParams | None = None) -> Asked:
+    def encode(self, task: Any, prompts: Any, options: PoolingParams | None = None) -> PoolRequests:
         """The results of `embed` or `classify` as an array; with token_... tasks, one per token.
 
         Raises:
@@ -210,14 +210,14 @@ class Pools:
             raise RequestError(
                 f"pooling_task must be one of {', '.join(TASKS)}, got {repr_short(task)}"
             )
-        asked, kind = asked or PLAIN, task.removeprefix("token_")
+        options, kind = options or DEFAULT, task.removeprefix("token_")
         make = self.vector if kind == "embed" else self.probs
-        whole: Asked = getattr(self, kind)(prompts, asked)
+        whole: PoolRequests = getattr(self, kind)(prompts, options)
 
         def finish(found: list[RequestOutput]) -> list[Any]:
             kind = outputs.PoolingRequestOutput
             return [
-                kind.of(one, lambda it: outputs.PoolingOutput(data=make(it, asked)))
+                kind.of(one, lambda x: outputs.PoolingOutput(data=make(x, options)))
                 for one in found
             ]
 
@@ -228,41 +228,41 @@ class Pools:
         self,
         data_1: Any,
         data_2: Any,
-        asked: PoolingParams | None = None,
+        options: PoolingParams | None = None,
         *,
         answers: Sequence[str] | None = None,
         template: str | None = None,
         chat_template: str | None = None,
-    ) -> Asked:
+    ) -> PoolRequests:
         """How well each text of `data_2` matches its text in `data_1`."""
-        asked, pairs = asked or PLAIN, paired(data_1, data_2)
+        options, pairs = options or DEFAULT, paired(data_1, data_2)
         if answers is None and self._head is None:
-            return self._cosines(pairs, asked, template or chat_template)
-        head = self._answer_head(answers) if answers is not None else self._only_class(asked)
-        return self._asked(
-            ([self._joined(*pair, template, chat_template) for pair in pairs], asked, "last"),
+            return self._cosines(pairs, options, template or chat_template)
+        head = self._answer_head(answers) if answers is not None else self._only_class(options)
+        return self._requests(
+            ([self._join_pair(*pair, template, chat_template) for pair in pairs], options, "last"),
             outputs.ScoringRequestOutput,
-            lambda it: outputs.ScoringOutput(score=float(head(it))),
+            lambda x: outputs.ScoringOutput(score=float(head(x))),
         )
 
-    def _asked(
-        self, what: tuple[Any, PoolingParams, Pooling], kind: type[Made], make: Maker
-    ) -> Asked:
+    def _requests(
+        self, what: tuple[Any, PoolingParams, Pooling], kind: type[Output], make: Maker
+    ) -> PoolRequests:
         """Requests for prompts, with one output of type `kind` each, created by `make` from hidden
         states [hidden_size]."""
-        prompts, asked, pooling = what
-        fitted = [self._fitted(one, asked) for one in prompt_list(prompts)]
+        prompts, options, pooling = what
+        truncated = [self._truncated(prompt, options) for prompt in prompt_list(prompts)]
         params = PooledParams(pooling=pooling)
-        return Asked(fitted, params, lambda found: [kind.of(one, make) for one in found])
+        return PoolRequests(truncated, params, lambda outs: [kind.of(x, make) for x in outs])
 
     def _cosines(
-        self, pairs: list[tuple[str, str]], asked: PoolingParams, template: str | None
-    ) -> Asked:
+        self, pairs: list[tuple[str, str]], options: PoolingParams, template: str | None
+    ) -> PoolRequests:
         """The cosine of both texts' embeddings; each distinct text is computed once."""
         if template is not None:
             raise RequestError(
-                "template joins a pair to one prompt, and this checkpoint gives a vector for each"
-                " text: leave it out, or give answers=('no', 'yes')"
+                "template joins a pair into one prompt, but this checkpoint embeds each text"
+                " separately: remove template, or give answers=('no', 'yes')"
             )
         texts = list(dict.fromkeys(text for pair in pairs for text in pair))
 
@@ -270,15 +270,15 @@ class Pools:
             of_text = dict(zip(texts, found, strict=True))
             return [self._cosine(of_text[a], of_text[b]) for a, b in pairs]
 
-        return self.embed(texts, asked)._replace(finish=finish)
+        return self.embed(texts, options)._replace(finish=finish)
 
     # --- prompts --------------------------------------------------------------------------------
 
-    def _fitted(self, prompt: Any, asked: PoolingParams) -> Any:
+    def _truncated(self, prompt: Any, options: PoolingParams) -> Any:
         """The prompt, truncated if requested; or an error if it is too long for the checkpoint."""
-        most, cut = self._max_model_len, asked.truncate_prompt_tokens
-        limit = self.embeds.max_tokens or most
-        if limit >= most and cut is None:
+        max_tokens, truncate = self._max_model_len, options.truncate_prompt_tokens
+        limit = self.embeds.max_tokens or max_tokens
+        if limit >= max_tokens and truncate is None:
             return prompt
         given = prompt if isinstance(prompt, Mapping) else {}
         text = given.get("prompt") if given else prompt
@@ -287,29 +287,29 @@ class Pools:
             if not isinstance(text, str):
                 return prompt  # a conversation, or a prompt that the reader rejects
             ids = self.tokenizer.encode(text)
-        most = int(min(most, limit, most if cut in (None, -1) else cut))
-        if len(ids) > most and cut is None:
+        max_tokens = int(min(max_tokens, limit, max_tokens if truncate in (None, -1) else truncate))
+        if len(ids) > max_tokens and truncate is None:
             return PromptTooLongError(
-                f"the prompt has {len(ids)} tokens, and the checkpoint's vectors are made for at"
-                f" most {most} (max_seq_length, model_max_length): shorten it, or set"
+                f"the prompt has {len(ids)} tokens, but the checkpoint supports at most"
+                f" {max_tokens} (max_seq_length, model_max_length): shorten it, or set"
                 " truncate_prompt_tokens=-1"
             )
         text = text if isinstance(text, str) else None
-        if len(ids) > most:
-            ids = self._cut(text, list(ids), most)
+        if len(ids) > max_tokens:
+            ids = self._truncate_ids(text, list(ids), max_tokens)
         return {**given, "prompt": text, "prompt_token_ids": ids}
 
-    def _cut(self, text: str | None, ids: list[int], most: int) -> list[int]:
+    def _truncate_ids(self, text: str | None, ids: list[int], max_tokens: int) -> list[int]:
         """The first tokens, followed by the tokens that the tokenizer appends to each text."""
-        behind = 0
+        num_suffix = 0
         if text is not None:
             plain = self.tokenizer.encode(text, add_special_tokens=False)
             starts = range(len(ids) - len(plain) + 1)
             start = next((n for n in starts if ids[n : n + len(plain)] == plain), len(ids))
-            behind = min(max(len(ids) - len(plain) - start, 0), most)
-        return ids[: most - behind] + ids[len(ids) - behind :]
+            num_suffix = min(max(len(ids) - len(plain) - start, 0), max_tokens)
+        return ids[: max_tokens - num_suffix] + ids[len(ids) - num_suffix :]
 
-    def _joined(self, first: str, second: str, template: str | None, chat: str | None) -> Any:
+    def _join_pair(self, first: str, second: str, template: str | None, chat: str | None) -> Any:
         """One prompt for a pair: a filled template, or both texts as joined by the tokenizer.
 
         Why the template is split first: texts may contain its placeholders.
@@ -322,33 +322,33 @@ class Pools:
             return {"prompt_token_ids": self.tokenizer.backend(first, second)["input_ids"]}
         parts = template.split("{query}")
         if len(parts) != 2 or template.count("{document}") != 1:
-            raise RequestError("template must hold {query} once and {document} once")
+            raise RequestError("template must contain {query} once and {document} once")
         return first.join(part.replace("{document}", second) for part in parts)
 
     # --- hidden states --------------------------------------------------------------------------
 
-    def vector(self, hidden: np.ndarray, asked: PoolingParams) -> np.ndarray:
+    def vector(self, hidden: np.ndarray, options: PoolingParams) -> np.ndarray:
         """Converts (mean) hidden states [.., hidden_size] to embeddings [.., dimensions]."""
         for dense in self.embeds.dense:
             hidden = activation(dense.activation)(hidden @ dense.weight.T + dense.bias)
-        vector, asks = hidden[..., : asked.dimensions], asked.use_activation
-        if self.embeds.normalize if asks is None else asks:
+        vector, normalize = hidden[..., : options.dimensions], options.use_activation
+        if self.embeds.normalize if normalize is None else normalize:
             lengths = np.linalg.norm(vector, axis=-1, keepdims=True)
-            vector = vector / np.maximum(lengths, LEAST_LENGTH)
+            vector = vector / np.maximum(lengths, MIN_NORM)
         return vector
 
-    def probs(self, hidden: np.ndarray, asked: PoolingParams) -> np.ndarray:
+    def probs(self, hidden: np.ndarray, options: PoolingParams) -> np.ndarray:
         """Converts hidden states [.., hidden_size] to classes [.., classes]."""
         found = hidden @ self.classes.T
-        return found if asked.use_activation is False else self.activation(found)
+        return found if options.use_activation is False else self.activation(found)
 
-    def _cosine(self, first: RequestOutput, second: RequestOutput) -> Made:
+    def _cosine(self, first: RequestOutput, second: RequestOutput) -> Output:
         """The cosine of two embeddings as a score."""
         error, score = first.error or second.error, None
         if error is None:
             a, b = (self.vector(one.pooled, RAW) for one in (first, second))
             lengths = float(np.linalg.norm(a)) * float(np.linalg.norm(b))
-            score = outputs.ScoringOutput(score=float(a @ b) / max(lengths, LEAST_LENGTH))
+            score = outputs.ScoringOutput(score=float(a @ b) / max(lengths, MIN_NORM))
         return outputs.ScoringRequestOutput(
             request_id=second.request_id,
             outputs=score,
@@ -357,14 +357,14 @@ class Pools:
             error=error,
         )
 
-    def _only_class(self, asked: PoolingParams) -> Activation:
+    def _only_class(self, options: PoolingParams) -> Activation:
         """Hidden state [hidden_size] -> the only class."""
         if len(self.classes) != 1:
             raise UnsupportedModelError(
-                f"a score needs a head of one class, and score.weight has {len(self.classes)}:"
-                " call classify"
+                "score needs a classification head with one class, and score.weight has"
+                f" {len(self.classes)}: call classify"
             )
-        return lambda hidden: self.probs(hidden, asked)[0]
+        return lambda hidden: self.probs(hidden, options)[0]
 
     def _answer_head(self, answers: Sequence[str]) -> Activation:
         """Hidden state [hidden_size] -> probability of the last answer among all answers."""
@@ -372,8 +372,8 @@ class Pools:
         ids = [self.tokenizer.encode(answer, add_special_tokens=False) for answer in answers]
         if len(answers) < 2 or any(len(tokens) != 1 for tokens in ids):
             raise RequestError(
-                f"answers must be two words or more, each one token, got {repr_short(answers)},"
-                f" which are {repr_short(ids)}"
+                "answers must be at least two words of one token each, got"
+                f" {repr_short(answers)} with token ids {repr_short(ids)}"
             )
         rows = checkpoint.read_token_rows(self.directory, [tokens[0] for tokens in ids]).numpy()
         plan = load_model_config(self.directory).plan

@@ -38,23 +38,23 @@ from nanoengine.settings.params import SamplingParams
 from nanoengine.settings.structured import StructuredOutputs
 from nanoengine.text.tokenizer import Tokenizer
 
-MOST_GRAMMARS = 1024
+MAX_GRAMMARS = 1024
 """Number of compiled grammars in the LRU cache; evicted ones are compiled again."""
 
 COMPILE_S = 10.0
 """Maximum compilation time [s]. A schema takes milliseconds."""
 
-LOOK_S = 0.1
+POLL_S = 0.1
 """Interval [s] at which a waiting thread wakes up. Why: a Ctrl-C just before the wait begins does
 not interrupt it, and would only be handled at its end."""
 
-SOON_S = 0.01
+QUICK_WAIT_S = 0.01
 """Time [s] for which a new grammar is waited for while other rows run."""
 
 STACK_BYTES = 256 << 20
 """Stack size of a compiling thread; only used memory is allocated."""
 
-_STARTING = threading.Lock()  # Why: the stack size is a setting of the whole process.
+_STACK_SIZE_LOCK = threading.Lock()  # Why: the stack size is a setting of the whole process.
 
 
 class Grammar(Protocol):
@@ -75,7 +75,7 @@ class Grammar(Protocol):
 class GrammarLibrary(Protocol):
     """Compiles grammars for one tokenizer, and fills masks."""
 
-    def compile(self, asked: StructuredOutputs) -> Grammar:
+    def compile(self, spec: StructuredOutputs) -> Grammar:
         """The grammar at the start of a text.
 
         Raises:
@@ -92,7 +92,7 @@ class GrammarLibrary(Protocol):
         """
 
 
-class Compiled:
+class CompileJob:
     """A grammar that a thread compiles, or has compiled; since `began` [s, monotonic].
 
     Why no Future: Ctrl-C may interrupt a thread that holds the future's lock. The lock would then
@@ -117,7 +117,7 @@ class Compiled:
         """Whether it has ended."""
         return self.grammar is not None or self.error is not None
 
-    def left(self) -> float:
+    def remaining_s(self) -> float:
         """Remaining time [s]. The time to build the tokenizer's tables is not counted."""
         return COMPILE_S if self.began is None else self.began + COMPILE_S - time.monotonic()
 
@@ -146,18 +146,19 @@ class Structured:
             np.uint32(1 << token_id % 32).view(np.int32) for token_id in self.eos_token_ids
         ]
         self._library: GrammarLibrary | None = None
-        self._compiled: OrderedDict[StructuredOutputs, Compiled] = OrderedDict()
+        self._jobs: OrderedDict[StructuredOutputs, CompileJob] = OrderedDict()
         self._lock = threading.Lock()  # Why: prompts are checked while another thread steps.
-        self._making = threading.Lock()
+        self._library_lock = threading.Lock()
 
     def is_ready(self, params: SamplingParams) -> bool:
         """Whether `check` need not wait; if False, the compilation has started."""
         if not self.eos_token_ids:
             return True
-        is_new = params.structured_outputs not in self._compiled
-        found = self._begin(params.structured_outputs)
-        found.wait(SOON_S if is_new else SOON_S / 10)  # Why wait at all: perhaps nothing else runs.
-        return found.done() or found.left() <= 0
+        is_new = params.structured_outputs not in self._jobs
+        job = self._get_job(params.structured_outputs)
+        # Why wait at all: perhaps no other sequence runs.
+        job.wait(QUICK_WAIT_S if is_new else QUICK_WAIT_S / 10)
+        return job.done() or job.remaining_s() <= 0
 
     def check(self, params: SamplingParams) -> None:
         """Compiles the requested grammar, before the step that admits the request.
@@ -167,7 +168,7 @@ class Structured:
             MissingDependencyError: the library is not installed.
         """
         if not self.eos_token_ids:
-            raise RequestError("structured_outputs need an EOS id to end with; the model has none")
+            raise RequestError("structured_outputs require an EOS id, and the model has none")
         self._compile(params.structured_outputs)
 
     def admit(self, sequence: AdmittedSequence) -> Grammar | None:
@@ -179,7 +180,7 @@ class Structured:
         return grammar
 
     def apply(self, logits: torch.Tensor, lines: Sequence[int], states: Sequence[Grammar]) -> None:
-        masks, complete = self._filled(states)
+        masks, complete = self._fill_masks(states)
         banned = np.unpackbits(~masks.view(np.uint8), axis=1, bitorder="little")
         (index, mask) = ship(
             logits.device, np.asarray(lines), banned[:, : self.vocab_size].view(bool)
@@ -196,9 +197,9 @@ class Structured:
 
         After a complete text only the first EOS id is allowed.
         """
-        return self._filled(states)[0]
+        return self._fill_masks(states)[0]
 
-    def _filled(self, states: Sequence[Grammar]) -> tuple[np.ndarray, np.ndarray]:
+    def _fill_masks(self, states: Sequence[Grammar]) -> tuple[np.ndarray, np.ndarray]:
         """The masks, and the indices of complete texts."""
         masks = np.zeros((len(states), -(-self.vocab_size // 32)), np.int32)
         self._library.fill(states, masks)
@@ -212,48 +213,48 @@ class Structured:
             masks[complete, self._words[0]] = self._bits[0]
         return masks, complete
 
-    def _compile(self, asked: StructuredOutputs) -> Grammar:
-        found = self._begin(asked)
-        while not found.done():
-            if found.left() <= 0:  # Its thread can't be stopped, but MOST_CHARS bounds its time.
+    def _compile(self, spec: StructuredOutputs) -> Grammar:
+        job = self._get_job(spec)
+        while not job.done():
+            if job.remaining_s() <= 0:  # The thread goes on, but MAX_CHARS bounds its time.
                 raise RequestError(
                     f"structured_outputs can't be compiled: it takes longer than {COMPILE_S:g} s"
                 )
-            found.wait(min(found.left(), LOOK_S))
-        if found.grammar is None:
-            raise found.error.with_traceback(None)  # Why: each raise would extend it.
-        return found.grammar
+            job.wait(min(job.remaining_s(), POLL_S))
+        if job.grammar is None:
+            raise job.error.with_traceback(None)  # Why: each raise would extend it.
+        return job.grammar
 
-    def _begin(self, asked: StructuredOutputs) -> Compiled:
+    def _get_job(self, spec: StructuredOutputs) -> CompileJob:
         """The compilation of this request, which is started if necessary."""
         with self._lock:
-            found = self._compiled.pop(asked, None)
-            if found is None:
-                found = self._started(asked)
-                if len(self._compiled) >= MOST_GRAMMARS:
-                    self._compiled.popitem(last=False)
-            self._compiled[asked] = found
-            return found
+            job = self._jobs.pop(spec, None)
+            if job is None:
+                job = self._start_job(spec)
+                if len(self._jobs) >= MAX_GRAMMARS:
+                    self._jobs.popitem(last=False)
+            self._jobs[spec] = job
+            return job
 
-    def _started(self, asked: StructuredOutputs) -> Compiled:
-        found = Compiled()
+    def _start_job(self, spec: StructuredOutputs) -> CompileJob:
+        job = CompileJob()
 
         def work() -> None:
             try:
-                with self._making:
+                with self._library_lock:
                     library = self._library = self._library or self.make()
-                found.began = time.monotonic()
-                found.end(library.compile(asked))
+                job.began = time.monotonic()
+                job.end(library.compile(spec))
             except BaseException as error:
-                found.end(None, error)
+                job.end(None, error)
 
-        with _STARTING:
-            usual = threading.stack_size(STACK_BYTES)
+        with _STACK_SIZE_LOCK:
+            default_size = threading.stack_size(STACK_BYTES)
             try:
                 threading.Thread(target=work, daemon=True).start()
             finally:
-                threading.stack_size(usual)
-        return found
+                threading.stack_size(default_size)
+        return job
 
 
 def make_structured(config: EngineConfig, model_config: ModelConfig) -> Structured:
@@ -268,7 +269,7 @@ def _library(
 ) -> GrammarLibrary:
     if config.skip_tokenizer_init:
         raise RequestError(
-            "structured_outputs need the tokenizer, and this LLM was made with"
+            "structured_outputs require the tokenizer, and this LLM was created with"
             " skip_tokenizer_init=True"
         )
     try:  # Why first: rows of a job may call this, and a tokenizer takes up to a second.

@@ -1,4 +1,4 @@
-"""Tool calls in answers: parsers for the formats of models, and schemas that enforce calls.
+"""Tool calls in completions: parsers for the formats of models, and schemas that enforce calls.
 
     hermes        <tool_call>{"name": ..., "arguments": {...}}</tool_call>    Qwen, Hermes
                   the same in <tools>, in a Markdown fence or without tags    Qwen2.5-Coder
@@ -8,9 +8,9 @@
     openai        <|channel|>commentary to=functions.NAME<|message|>{...}     gpt-oss
 
 A parser returns the tool calls and the text outside of them. An incomplete call raises ValueError;
-the answer then stays text. Called by `output_parser.py`. The names are the same as for vLLM's
-`--tool-call-parser`. Source: the tests of vLLM's parsers define the calls in each text. Text after
-a call, which some of these parsers drop, is kept here.
+the completion then stays text. Called by `output_parser.py`. The parsers have the names of vLLM's
+`--tool-call-parser`. Source: the tests of vLLM's parsers define the calls in each text. Some of
+vLLM's parsers drop text after a call; these keep it.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class FunctionCall(NamedTuple):
 Schemas = Mapping[str, Mapping[str, Any]]
 """A function's name -> the JSON schema of its arguments."""
 
-Read = tuple[list[FunctionCall], list[str]]
+ParsedCalls = tuple[list[FunctionCall], list[str]]
 """The result of a parser: tool calls, and the texts between them."""
 
-Reader = Callable[[str, Schemas], Read]
+ToolParser = Callable[[str, Schemas], ParsedCalls]
 
 Choice = Literal["auto", "required", "named"]
 """The model decides; any function is required; the named function is required."""
@@ -50,7 +50,7 @@ JSON = json.JSONDecoder(strict=False)
 BLANKS = re.compile(r"\s*")
 
 
-def rest(pieces: Sequence[str]) -> str:
+def join_text(pieces: Sequence[str]) -> str:
     """Joins the text outside of calls, without blanks between calls."""
     text = "".join([pieces[0], *(one for one in pieces[1:] if one.strip(" \n;"))])
     return text if text.strip() else ""
@@ -70,79 +70,78 @@ def as_json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, allow_nan=False)
 
 
-def _call(value: Any) -> FunctionCall:
+def _to_call(value: Any) -> FunctionCall:
     """The tool call that a JSON object describes.
 
     Raises:
         ValueError: it does not describe a call.
     """
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
-        raise ValueError(f"a call needs a name, got {repr_short(value)}")
+        raise ValueError(f"a tool call must have a name, got {repr_short(value)}")
     name = next((key for key in ("arguments", "parameters") if key in value), None)
     if name is None:
-        raise ValueError(f"the call of {value['name']!r} has no arguments")
-    given = value[name]
-    if isinstance(given, str):  # Why: some models write the arguments as a JSON string.
+        raise ValueError(f"the tool call {value['name']!r} has no arguments")
+    arguments = value[name]
+    if isinstance(arguments, str):  # Why: some models write the arguments as a JSON string.
         with contextlib.suppress(ValueError, RecursionError):
-            found = json.loads(given)
-            given = found if isinstance(found, dict) else given
-    return FunctionCall(value["name"], as_json(given))
+            found = json.loads(arguments)
+            arguments = found if isinstance(found, dict) else arguments
+    return FunctionCall(value["name"], as_json(arguments))
 
 
-CLOSED = re.compile(r"(?:\s*</tool_call>)?")
+CLOSE_TAG = re.compile(r"(?:\s*</tool_call>)?")
 
 
-def hermes(text: str, schemas: Schemas) -> Read:
+def hermes(text: str, schemas: Schemas) -> ParsedCalls:
     """Parses objects in tags; the last closing tag may be missing."""
     opened = "<tool_call>"
     calls, pieces, end = list[FunctionCall](), list[str](), 0
     while (start := text.find(opened, end)) >= 0:
         pieces.append(text[end:start])
         value, end = decode(text, start + len(opened))
-        calls.append(_call(value))
-        end = CLOSED.match(text, end).end()  # type: ignore[union-attr]
+        calls.append(_to_call(value))
+        end = CLOSE_TAG.match(text, end).end()  # type: ignore[union-attr]
     if not calls:
-        return bare(text, schemas)
+        return untagged(text, schemas)
     # Why: max_tokens may cut the last tag.
     is_cut = bool(calls) and "</tool_call>".startswith(text[end:].strip())
     return calls, [*pieces, "" if is_cut else text[end:]]
 
 
-OPENED, CLOSED_AGAIN = re.compile(r"(?:<tools>|```\w*)\s*\Z"), re.compile(r"\s*(?:</tools>|```)")
-NAMED = re.compile(r'\{\s*"name"\s*:\s*"([^"]*)"')
+OPEN_FENCE, CLOSE_FENCE = re.compile(r"(?:<tools>|```\w*)\s*\Z"), re.compile(r"\s*(?:</tools>|```)")
+NAMED_OBJECT = re.compile(r'\{\s*"name"\s*:\s*"([^"]*)"')
 
 
-def bare(text: str, schemas: Schemas) -> Read:
-    """Parses objects that call one of the tools, bare, in `<tools>` or in a Markdown fence.
+def untagged(text: str, schemas: Schemas) -> ParsedCalls:
+    """Parses objects that call one of the tools: untagged, in `<tools>` or in a Markdown fence.
 
     Raises:
-        ValueError: there is none, and a call is incomplete or names an unknown tool.
+        ValueError: there is no complete call of a tool, but an incomplete or unknown one.
     """
     calls, pieces, end, problem = list[FunctionCall](), list[str](), 0, ""
-    for match in NAMED.finditer(text):
+    for match in NAMED_OBJECT.finditer(text):
         if match.start() < end:
             continue
         try:
-            value, behind = decode(text, match.start())
-            call = _call(value) if value.keys() & {"arguments", "parameters"} else None
+            value, value_end = decode(text, match.start())
+            call = _to_call(value) if value.keys() & {"arguments", "parameters"} else None
         except (ValueError, RecursionError):
             if match[1] in schemas:
-                problem = problem or f"the call of {repr_short(match[1])} is cut"
+                problem = problem or f"the tool call {repr_short(match[1])} is incomplete"
             continue
         if call and call.name in schemas:
-            pieces.append(OPENED.sub("", text[end : match.start()]))
-            closed = CLOSED_AGAIN.match(text, behind)
-            calls, end = [*calls, call], closed.end() if closed else behind
+            pieces.append(OPEN_FENCE.sub("", text[end : match.start()]))
+            closed = CLOSE_FENCE.match(text, value_end)
+            calls, end = [*calls, call], closed.end() if closed else value_end
         elif call:
-            problem = (
-                problem or f"{repr_short(call.name)} is none of the tools {', '.join(schemas)}"
-            )
+            unknown = f"{repr_short(call.name)} is not one of the tools {', '.join(schemas)}"
+            problem = problem or unknown
     if problem and not calls:
         raise ValueError(problem)
     return calls, [*pieces, text[end:]]
 
 
-def llama3_json(text: str, schemas: Schemas) -> Read:
+def llama3_json(text: str, schemas: Schemas) -> ParsedCalls:
     """Parses objects with a name and parameters anywhere in a text; other objects are text."""
     text = text.replace("<|python_tag|>", "")
     calls, pieces, end = list[FunctionCall](), list[str](), 0
@@ -150,22 +149,22 @@ def llama3_json(text: str, schemas: Schemas) -> Read:
         if match.start() < end:
             continue
         try:
-            value, behind = decode(text, match.start())
-            call = _call(value)
+            value, value_end = decode(text, match.start())
+            call = _to_call(value)
         except (ValueError, RecursionError):
             continue
         pieces.append(text[end : match.start()])
         calls.append(call)
-        end = behind
+        end = value_end
     if not calls and re.match(r'\s*\{\s*"name"', text):
-        raise ValueError("it begins as a call does, and is none")
+        raise ValueError("it begins like a tool call, but can't be parsed as one")
     return calls, [*pieces, text[end:]]
 
 
 MISTRAL_NAME = re.compile(r"\s*([\w.-]+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*(?=\{)")
 
 
-def mistral(text: str, schemas: Schemas) -> Read:
+def mistral(text: str, schemas: Schemas) -> ParsedCalls:
     """Parses a list of objects after the tag; since tokenizer version 11, a name and arguments."""
     first, *parts = text.split("[TOOL_CALLS]")
     calls, pieces = list[FunctionCall](), [first]
@@ -175,29 +174,29 @@ def mistral(text: str, schemas: Schemas) -> Read:
         if named:
             calls.append(FunctionCall(named[1], as_json(value)))
         else:
-            calls += map(_call, value if isinstance(value, list) else [value])
+            calls += map(_to_call, value if isinstance(value, list) else [value])
         pieces.append(part[end:])
     return calls, pieces
 
 
-def qwen3_coder(text: str, schemas: Schemas) -> Read:
+def qwen3_coder(text: str, schemas: Schemas) -> ParsedCalls:
     """Parses tags for a function and its parameters; the schema defines their types."""
     first, *parts = text.split("<function=")
     calls, pieces = list[FunctionCall](), [first]
     for part in parts:
         name, _, rest = part.partition(">")
-        body, closed, behind = rest.partition("</function>")
+        body, closed, after = rest.partition("</function>")
         if not closed:
-            raise ValueError(f"the call of {repr_short(name)} has no end")
+            raise ValueError(f"the tool call {repr_short(name)} has no </function>")
         properties = schemas.get(name.strip(), {}).get("properties")
         arguments = {}
         for parameter in body.split("<parameter=")[1:]:
             key, _, value = parameter.partition(">")
             value = value.partition("</parameter>")[0].removeprefix("\n").removesuffix("\n")
             schema = properties.get(key) if isinstance(properties, Mapping) else None
-            arguments[key] = _typed(value, schema)
+            arguments[key] = _to_value(value, schema)
         calls.append(FunctionCall(name.strip(), as_json(arguments)))
-        pieces.append(behind)
+        pieces.append(after)
     tags = re.compile(r"</?tool_call>\s*")
     return calls, [tags.sub("", piece) if calls else piece for piece in pieces]
 
@@ -208,7 +207,7 @@ JSON_TYPES: dict[str, type | tuple[type, ...]] = {
 }  # fmt: skip
 
 
-def _typed(text: str, schema: Any) -> Any:
+def _to_value(text: str, schema: Any) -> Any:
     """A parameter's value: a string, unless its schema has other types that the text matches.
 
     With several types the first one is used, or null if the text is null.
@@ -256,23 +255,23 @@ def recipient(message: re.Match[str]) -> str | None:
     return named and named[1]
 
 
-def openai(text: str, schemas: Schemas) -> Read:
+def openai(text: str, schemas: Schemas) -> ParsedCalls:
     """Parses messages to functions in the channels of gpt-oss."""
     calls, pieces, end = list[FunctionCall](), list[str](), 0
     for message in MESSAGE.finditer(text):
         name = recipient(message)
         if name is None:
             continue
-        value, behind = decode(message[3] if message[3].strip() else "{}")
-        if message[3][behind:].strip():
-            raise ValueError(f"the arguments of {name!r} are no JSON")
+        value, value_end = decode(message[3] if message[3].strip() else "{}")
+        if message[3][value_end:].strip():
+            raise ValueError(f"the arguments of {name!r} are not valid JSON")
         pieces.append(text[end : message.start()])
         calls.append(FunctionCall(name, as_json(value)))
         end = message.end()
     return calls, [*pieces, text[end:]]
 
 
-READERS: dict[str, Reader] = {
+PARSERS: dict[str, ToolParser] = {
     "hermes": hermes,
     "qwen3_coder": qwen3_coder,
     "qwen3_xml": qwen3_coder,
@@ -325,13 +324,13 @@ def choice_of(tool_choice: Any, schemas: Schemas) -> tuple[Choice | None, str | 
             return "named", name
     raise RequestError(
         "tool_choice must be 'none', 'auto', 'required' or {'type': 'function', 'function':"
-        f" {{'name': ...}}}} with a name of tools, which has {', '.join(schemas) or 'none'}; got"
-        f" {repr_short(tool_choice)}"
+        f" {{'name': ...}}}} with the name of a tool ({', '.join(schemas) or 'tools is empty'}),"
+        f" got {repr_short(tool_choice)}"
     )
 
 
-def forced_schema(name: str | None, schemas: Schemas) -> dict[str, Any]:
-    """The JSON schema of an answer that must be calls: a list, or the arguments of one function.
+def constrained_schema(name: str | None, schemas: Schemas) -> dict[str, Any]:
+    """The JSON schema of enforced tool calls: a list of calls, or the arguments of one function.
 
     Raises:
         RequestError: two functions define the same name differently.
@@ -339,24 +338,24 @@ def forced_schema(name: str | None, schemas: Schemas) -> dict[str, Any]:
     if name is not None:
         return dict(schemas[name])
     definitions: dict[str, Any] = {}
-    forms = []
+    variants = []
     for function, schema in schemas.items():
         inner = dict(schema)
         for key, value in dict(inner.pop("$defs", {})).items():
             if definitions.setdefault(key, value) != value:
-                raise RequestError(f"two tools define {key!r} in $defs: give one another name")
+                raise RequestError(f"two tools define {key!r} in $defs differently: rename one")
         properties = {"name": {"const": function}, "parameters": inner}
-        form = {"type": "object", "properties": properties, "additionalProperties": False}
-        forms.append(form | {"required": ["name", "parameters"]})
-    items = {"type": "array", "minItems": 1, "items": {"anyOf": forms}}
+        call = {"type": "object", "properties": properties, "additionalProperties": False}
+        variants.append(call | {"required": ["name", "parameters"]})
+    items = {"type": "array", "minItems": 1, "items": {"anyOf": variants}}
     return items | {"$defs": definitions} if definitions else items
 
 
-def forced_calls(name: str | None, text: str) -> list[FunctionCall]:
-    """The calls in an answer that follows the schema.
+def constrained_calls(name: str | None, text: str) -> list[FunctionCall]:
+    """The calls in a completion that follows the schema.
 
     Raises:
         ValueError: it is incomplete.
     """
     value, _ = decode(text)
-    return list(map(_call, value)) if name is None else [FunctionCall(name, as_json(value))]
+    return list(map(_to_call, value)) if name is None else [FunctionCall(name, as_json(value))]

@@ -30,7 +30,7 @@ from nanoengine.jobs.reorder import ordered
 from nanoengine.jobs.rows import RowOptions, RowReader, Task
 from nanoengine.jobs.source import Input, Line
 from nanoengine.jobs.work import Result, Stream, Work
-from nanoengine.settings.checks import plain, repr_short
+from nanoengine.settings.checks import repr_short, to_python
 from nanoengine.settings.params import SamplingParams
 
 ROWS = Input(name="dataset", form="jsonl")
@@ -103,7 +103,7 @@ def answers(
 def _as_dict(row: Any) -> Any:
     if isinstance(row, Mapping):
         return dict(row)
-    row = plain(row)
+    row = to_python(row)
     is_ids = isinstance(row, Sequence) and not isinstance(row, str | bytes)
     return {"prompt_token_ids": list(row)} if is_ids else {"prompt": row}
 

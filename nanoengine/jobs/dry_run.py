@@ -23,7 +23,7 @@ from nanoengine.jobs.rows import RowReader, read_by
 from nanoengine.jobs.source import RowError, find_inputs
 from nanoengine.settings.config import EngineConfig
 from nanoengine.settings.params import SamplingParams
-from nanoengine.text.load_tokenizer import with_ends
+from nanoengine.text.load_tokenizer import with_tokenizer_eos
 from nanoengine.text.prompt_forms import PAUSE
 from nanoengine.text.prompts import PromptReader, RefusedPrompt
 from nanoengine.text.tokenizer import Tokenizer
@@ -39,7 +39,7 @@ def dry_run(options: JobOptions, config: EngineConfig, model: str) -> int:
     inputs = find_inputs(options.inputs, options.input_format, is_own)
     count_rows(inputs, options)
     tokenizer = None if config.skip_tokenizer_init else Tokenizer.of(config)
-    model_config = with_ends(load_model_config(resolve_model(config)), tokenizer)
+    model_config = with_tokenizer_eos(load_model_config(resolve_model(config)), tokenizer)
     limits: Any = SimpleNamespace(
         vocab_size=model_config.vocab_size,
         eos_token_ids=model_config.eos_token_ids,

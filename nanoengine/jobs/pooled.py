@@ -24,7 +24,7 @@ from nanoengine.settings.pooling import POOLING_PARAMS, PooledParams, PoolingPar
 
 if TYPE_CHECKING:
     from nanoengine.features.pooled_outputs import PoolingRequestOutput
-    from nanoengine.features.pooling import Asked, Pools
+    from nanoengine.features.pooling import Pooler, PoolRequests
     from nanoengine.outputs import RequestOutput
 
 KINDS = {
@@ -51,7 +51,7 @@ ENCODINGS = ("float", "base64")
 
 
 def read(
-    kind: str, body: Mapping[str, Any], pools: Pools
+    kind: str, body: Mapping[str, Any], pools: Pooler
 ) -> tuple[list[Any], PooledParams, Callable[[list[RequestOutput]], dict[str, Any]]]:
     """The prompts of a row, their parameters, and a function that makes the body of its response.
 
@@ -77,7 +77,7 @@ def read(
     return asked.prompts, asked.params, answer
 
 
-def _asked(kind: str, body: Mapping[str, Any], pools: Pools) -> Asked:
+def _asked(kind: str, body: Mapping[str, Any], pools: Pooler) -> PoolRequests:
     params = PoolingParams(**{name: body[name] for name in _PARAMS if name in body})
     pair = {name: body[name] for name in _PAIR if name in body}
     if kind == "score":

@@ -20,7 +20,7 @@ from nanoengine.jobs.record_log import SIMPLE_FIELDS
 from nanoengine.jobs.rows import Task
 from nanoengine.jobs.source import RowError
 from nanoengine.outputs import CompletionOutput, Logprob, RequestOutput
-from nanoengine.settings.checks import plain
+from nanoengine.settings.checks import to_python
 
 if TYPE_CHECKING:
     from nanoengine.features.output_parser import OutputParser
@@ -52,7 +52,7 @@ class Recorder:
         outputs = [*task.outputs, output]
         if task.form is not None:
             keys = (f"{task.key}/{turn}" for turn in range(len(outputs)))
-            outputs = list(map(task.form.taken_apart, outputs, keys))
+            outputs = list(map(task.form.parse, outputs, keys))
             output = outputs[-1]
         if task.answer is not None:
             own = {"id": f"{task.kind}-{task.row}", "created": self._created, "model": self._model}
@@ -124,7 +124,7 @@ def json_line(record: dict[str, Any]) -> bytes:
 
 def _plain(value: Any) -> Any:
     """The value with keys converted to strings; floats that JSON can't hold become null."""
-    value = plain(value)
+    value = to_python(value)
     if isinstance(value, Mapping):
         return {str(key): _plain(one) for key, one in value.items()}
     if isinstance(value, list | tuple):

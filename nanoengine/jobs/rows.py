@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from nanoengine.errors import ConfigError, RequestError
 from nanoengine.jobs.prefetch import size_of
 from nanoengine.jobs.source import AS_UTF8, STDIN, Input, Line, RowError, own_id, read_lines
-from nanoengine.settings.checks import nearest, plain, repr_short
+from nanoengine.settings.checks import nearest, repr_short, to_python
 from nanoengine.settings.params import SamplingParams
 from nanoengine.settings.vllm_names import NAMES, SAMPLING_PARAMS, translate
 from nanoengine.text.prompt_forms import CONTENT_KEYS, TEMPLATE_KEYS
@@ -35,7 +35,7 @@ from nanoengine.text.rendering import Renderer
 
 if TYPE_CHECKING:
     from nanoengine.features.output_parser import OutputParser
-    from nanoengine.features.pooling import Pools
+    from nanoengine.features.pooling import Pooler
     from nanoengine.settings.config import EngineConfig
     from nanoengine.text.tokenizer import Tokenizer
 
@@ -177,9 +177,9 @@ class RowOptions:
         for option in ("reasoning_parser", "tool_call_parser"):
             name = getattr(self, option)
             if name not in (None, "auto"):
-                from nanoengine.features.output_parser import reader_of
+                from nanoengine.features.output_parser import parser_name
 
-                reader_of(option, name, str)
+                parser_name(option, name, str)
         if self.prompt_column is not None and self.template is not None:
             raise ConfigError("--prompt-column and --template both make the prompt: give one")
         if self.system is not None and not self.chat:
@@ -198,7 +198,7 @@ class RowOptions:
 
 def read_by(
     model: str, config: EngineConfig, info: Any, tokenizer: Callable[[], Tokenizer]
-) -> tuple[str, Mapping[str, Any], Callable[[], Any], Callable[[], Pools]]:
+) -> tuple[str, Mapping[str, Any], Callable[[], Any], Callable[[], Pooler]]:
     """The arguments of a `RowReader` after its options, for a model.
 
     Args:
@@ -207,10 +207,10 @@ def read_by(
     """
 
     @functools.cache
-    def pools() -> Pools:
-        from nanoengine.features.pooling import Pools
+    def pools() -> Pooler:
+        from nanoengine.features.pooling import Pooler
 
-        return Pools(config, info.max_model_len, tokenizer)
+        return Pooler(config, info.max_model_len, tokenizer)
 
     def template() -> Any:
         return None if config.skip_tokenizer_init else tokenizer().chat_template
@@ -238,7 +238,7 @@ class RowReader:
         model: str = "",
         defaults: Mapping[str, Any] | None = None,
         chat_template: Callable[[], Any] = str,
-        pools: Callable[[], Pools] | None = None,
+        pools: Callable[[], Pooler] | None = None,
     ) -> None:
         self._options, self._pools = options, pools
         self._chat_template = functools.cache(chat_template)
@@ -331,13 +331,13 @@ class RowReader:
         self._check_template(given)
         for name, one in row.items():
             meant = _meant(name) if one is not None else ""
-            if meant and plain(one) not in _neutral(name):
+            if meant and to_python(one) not in _neutral(name):
                 raise RequestError(f"column {name!r} has no effect: {meant}; {OTHERS_ARE_DATA}")
         if isinstance(row.get("model"), str):
             self._check_model(row["model"])
         own = self._with_form(task, _given(row, _PARAMS), given.get("tools"))
         task.params = self._params_for(own, "simple")
-        turns = plain(row.get("turns"))
+        turns = to_python(row.get("turns"))
         if turns is None:
             alone = given.keys() == {"prompt"}
             task.prompt = self._as_chat(given["prompt"] if alone else given)
@@ -457,24 +457,24 @@ class RowReader:
         options, is_chat = self._options, task.kind == "chat"
         if not options.takes_apart and not (is_chat and (tools or choice)):
             return own
-        from nanoengine.features.output_parser import BOUND_TWICE, answer_form, reader_of
+        from nanoengine.features.output_parser import TWO_CONSTRAINTS, make_parser, parser_name
 
         reader = options.tool_call_parser
         if reader is None and is_chat and tools and choice in (None, "auto"):
             try:
-                reader = reader_of("tool_call_parser", "auto", self._chat_template)
+                reader = parser_name("tool_call_parser", "auto", self._chat_template)
             except RequestError:
                 warnings.warn(NO_FORM, stacklevel=1)
         tools = tools if isinstance(tools, list) else None  # else `LLM.stream` reports the type
         asked = (options.reasoning_parser, reader, tools, choice)
-        task.form = form = answer_form(*asked, self._chat_template)
+        task.form = form = make_parser(*asked, self._chat_template)
         if form is None:
             return own
-        if form.is_bound:
+        if form.is_constrained:
             is_text = own.pop("response_format", None) in (None, {"type": "text"})
             if not is_text or "structured_outputs" in own:
-                raise RequestError(BOUND_TWICE)
-        return form.needs() | own  # Why last: the row's own values take precedence.
+                raise RequestError(TWO_CONSTRAINTS)
+        return form.required_fields() | own  # Why last: the row's own values take precedence.
 
     # --- sampling parameters --------------------------------------------------------------------
 
@@ -511,7 +511,7 @@ def _chat_marks(template: str) -> list[str]:
 
 def _given(row: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
     """The row's values with these names; null counts as missing."""
-    return {name: plain(row[name]) for name in names if row.get(name) is not None}
+    return {name: to_python(row[name]) for name in names if row.get(name) is not None}
 
 
 @functools.lru_cache(KNOWN_PARAMS)

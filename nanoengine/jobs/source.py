@@ -27,7 +27,7 @@ from typing import Any, BinaryIO, Literal, NamedTuple, get_args
 import xxhash
 
 from nanoengine.errors import ConfigError, MissingDependencyError, RequestError
-from nanoengine.settings.checks import nearest, plain
+from nanoengine.settings.checks import nearest, to_python
 
 STDIN = "-"
 Form = Literal["jsonl", "json", "txt", "csv", "parquet"]
@@ -470,7 +470,7 @@ def digest(path: str, num_bytes: int | None = None) -> str:
 def own_id(row: Any) -> tuple[str, str] | None:
     """The column and the value of a row's id: a string or an integer."""
     for name in ("custom_id", "id"):
-        value = plain(row.get(name)) if isinstance(row, dict) else None
+        value = to_python(row.get(name)) if isinstance(row, dict) else None
         if isinstance(value, str | int) and not isinstance(value, bool) and value != "":
             return name, str(value)
     return None

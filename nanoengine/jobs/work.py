@@ -245,7 +245,7 @@ class Work:
 
     def _go_on(self, task: Task, output: RequestOutput) -> None:
         """Queues the next turn: the conversation, the answer, and the user's next message."""
-        shown = output if task.form is None else task.form.taken_apart(output, task.key)
+        shown = output if task.form is None else task.form.parse(output, task.key)
         answer = {"role": "assistant", "content": shown.outputs[0].text}
         question = {"role": "user", "content": task.turns.pop(0)}
         messages = [*task.prompt["messages"], answer, question]

@@ -28,26 +28,26 @@ TABLE = Path(__file__).with_suffix(".txt")
 
 def main(order: str, name: str | None = None) -> None:
     """Compiles all of the table, for this CPU's instruction set or for another one."""
-    for named in isa.ISAS:
-        if named.name == name:  # Why: nothing runs here, and `use` rejects what this CPU lacks.
-            config.CPU_FEATURES = isa.target_features(named)
+    for candidate in isa.ISAS:
+        if candidate.name == name:  # Why: nothing runs here, and `use` rejects what this CPU lacks.
+            config.CPU_FEATURES = isa.target_features(candidate)
     isa.use(name)
     from nanoengine.kernels import argument_table, cpu_decoder, jit
 
-    jit.BUILT = jit.places()[0]  # Why: previously built code may be deleted after this.
+    jit.BUILT = jit.cache_dirs()[0]  # Why: previously built code may be deleted after this.
     operands = cpu_decoder.Attention, cpu_decoder.GatedMLP, cpu_decoder.LayerTail
     names: dict[str, Any] = {**vars(types), "ArgumentTableType": argument_table.ArgumentTableType}
-    names |= {kind.__name__: partial(_named_tuple, kind) for kind in operands}
+    names |= {operand.__name__: partial(_named_tuple, operand) for operand in operands}
     lines = TABLE.read_text(encoding="utf-8").splitlines()
     for line in lines if order == "forwards" else reversed(lines):
-        place, _, text = line.partition(" ")
-        module, _, kernel = place.rpartition(".")
-        home = importlib.import_module(f"nanoengine.kernels.{module}")
-        getattr(home, kernel).compile(eval(text, names))
+        qualified_name, _, signature = line.partition(" ")
+        module_name, _, kernel_name = qualified_name.rpartition(".")
+        module = importlib.import_module(f"nanoengine.kernels.{module_name}")
+        getattr(module, kernel_name).compile(eval(signature, names))
 
 
-def _named_tuple(kind: type, *parts: types.Type) -> types.Type:
-    return types.NamedTuple(parts, kind)
+def _named_tuple(kind: type, *fields: types.Type) -> types.Type:
+    return types.NamedTuple(fields, kind)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from numba.extending import NativeValue, intrinsic, models, register_model, unbo
 
 from nanoengine.kernels.linking import borrowed
 
-NUMBERS = {
+C_TYPES = {
     types.boolean: ctypes.c_bool,
     types.int64: ctypes.c_int64,
     types.float32: ctypes.c_float,
@@ -33,21 +33,22 @@ NUMBERS = {
 
 
 class ArgumentTableType(types.Opaque):
-    """The type of an `ArgumentTable` with values of type `of`; in compiled code, their address."""
+    """The type of an `ArgumentTable` whose entries have one type; in compiled code their
+    address."""
 
-    def __init__(self, of: types.Type) -> None:
-        self.of = of
-        super().__init__(f"ArgumentTableType({_text_of(of)})")
+    def __init__(self, entry_type: types.Type) -> None:
+        self.entry_type = entry_type
+        super().__init__(f"ArgumentTableType({_type_text(entry_type)})")
 
 
-def _text_of(of: types.Type) -> str:
-    """A type in the syntax that `aot.py` reads; numba's text of a named tuple is not valid
+def _type_text(typ: types.Type) -> str:
+    """A type in the syntax that `aot.py` reads, because numba's text of a named tuple is not valid
     Python."""
-    if not isinstance(of, types.BaseTuple):
-        return repr(of)
-    parts = "".join(f"{_text_of(part)}, " for part in of)
-    named = isinstance(of, types.BaseNamedTuple)
-    return f"{of.instance_class.__name__}({parts})" if named else f"Tuple(({parts}))"
+    if not isinstance(typ, types.BaseTuple):
+        return repr(typ)
+    parts = "".join(f"{_type_text(field)}, " for field in typ)
+    is_named = isinstance(typ, types.BaseNamedTuple)
+    return f"{typ.instance_class.__name__}({parts})" if is_named else f"Tuple(({parts}))"
 
 
 register_model(ArgumentTableType)(models.OpaqueModel)
@@ -59,19 +60,19 @@ def type_of(value: Any) -> types.Type:
 
 
 class ArgumentTable:
-    """Tuples of arrays, numbers and such tuples, all of one `type_of`.
+    """Tuples of arrays, scalars and such tuples, all of one `type_of`.
 
     Keeps the arrays alive, but does not notice if their memory is replaced.
     """
 
     def __init__(self, values: Sequence[Any]) -> None:
-        self._values, of = values, type_of(values[0])
-        assert all(type_of(value) == of for value in values), "of several types"
-        kind = _kind(of)
+        self._values, entry = values, type_of(values[0])
+        assert all(type_of(value) == entry for value in values), "entries of several types"
+        c_type = _c_type(entry)
         target = cpu_target.target_context
-        assert ctypes.sizeof(kind) == target.get_abi_sizeof(target.get_value_type(of)), of
-        self._memory = (kind * len(values))(*(_native(of, value) for value in values))
-        self._numba_type_ = ArgumentTableType(of)
+        assert ctypes.sizeof(c_type) == target.get_abi_sizeof(target.get_value_type(entry)), entry
+        self._memory = (c_type * len(values))(*(_to_c(entry, value) for value in values))
+        self._numba_type_ = ArgumentTableType(entry)
         self.address = ctypes.addressof(self._memory)
 
     def __len__(self) -> int:
@@ -79,40 +80,40 @@ class ArgumentTable:
 
 
 @functools.cache
-def _kind(of: types.Type) -> Any:
+def _c_type(typ: types.Type) -> Any:
     """numba's native representation of a type, as a C type."""
     fields: list[Any]
-    if isinstance(of, types.Array):  # numba's `arystruct_t`; the first two count references
+    if isinstance(typ, types.Array):  # numba's `arystruct_t`; the first two count references
         fields = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_ssize_t]
-        fields += [ctypes.c_void_p, ctypes.c_ssize_t * of.ndim, ctypes.c_ssize_t * of.ndim]
-    elif isinstance(of, types.BaseTuple):
-        fields = [_kind(part) for part in of]
+        fields += [ctypes.c_void_p, ctypes.c_ssize_t * typ.ndim, ctypes.c_ssize_t * typ.ndim]
+    elif isinstance(typ, types.BaseTuple):
+        fields = [_c_type(element) for element in typ]
     else:
-        return NUMBERS[of]
+        return C_TYPES[typ]
     names = [(f"part{i}", field) for i, field in enumerate(fields)]
     return type("Native", (ctypes.Structure,), {"_fields_": names})
 
 
-def _native(of: types.Type, value: Any) -> Any:
-    """The value in its representation `_kind`. References to its arrays are not counted."""
-    kind = _kind(of)
-    if isinstance(of, types.Array):
-        shape, strides = (dict(kind._fields_)[part] for part in ("part5", "part6"))
-        return kind(
+def _to_c(typ: types.Type, value: Any) -> Any:
+    """The value as a `_c_type`. References to its arrays are not counted."""
+    c_type = _c_type(typ)
+    if isinstance(typ, types.Array):
+        shape, strides = (dict(c_type._fields_)[field] for field in ("part5", "part6"))
+        return c_type(
             None, None, value.size, value.itemsize, value.ctypes.data, shape(*value.shape),
             strides(*value.strides),
         )  # fmt: skip
-    if isinstance(of, types.BaseTuple):
-        return kind(*(_native(part, one) for part, one in zip(of, value, strict=True)))
-    return kind(value.item() if isinstance(value, np.generic) else value)
+    if isinstance(typ, types.BaseTuple):
+        return c_type(*(_to_c(field, item) for field, item in zip(typ, value, strict=True)))
+    return c_type(value.item() if isinstance(value, np.generic) else value)
 
 
 @unbox(ArgumentTableType)
-def _address_of(of, value, c):
+def _address_of(numba_type, value, c):
     address = c.pyapi.object_getattr_string(value, "address")
-    number = c.pyapi.long_as_longlong(address)
+    pointer = c.pyapi.long_as_longlong(address)
     c.pyapi.decref(address)
-    return NativeValue(c.builder.inttoptr(number, c.context.get_value_type(of)))
+    return NativeValue(c.builder.inttoptr(pointer, c.context.get_value_type(numba_type)))
 
 
 @intrinsic
@@ -120,9 +121,9 @@ def table_entry(typing_context, table, i):
     """The value at index i of an `ArgumentTable`."""
 
     def codegen(context, builder, signature, args):
-        kind = context.get_value_type(table.of)
-        first = builder.bitcast(args[0], kind.as_pointer())
+        llvm_type = context.get_value_type(table.entry_type)
+        first = builder.bitcast(args[0], llvm_type.as_pointer())
         value = builder.load(builder.gep(first, [builder.sext(args[1], ir.IntType(64))]))
-        return borrowed(context, builder, table.of, value)
+        return borrowed(context, builder, table.entry_type, value)
 
-    return table.of(table, i), codegen
+    return table.entry_type(table, i), codegen

@@ -12,34 +12,34 @@ from numba.extending import intrinsic
 from numba.np.arrayobj import _empty_nd_impl
 
 
-def _array(context, builder, of, shape, sizes):
-    """A new array of type `of`; shape: the type of the tuple `sizes`."""
-    numbers = [
-        context.cast(builder, size, types.unliteral(kind), types.intp)
-        for size, kind in zip(cgutils.unpack_tuple(builder, sizes), shape, strict=True)
+def _array(context, builder, array_type, shape, sizes):
+    """A new array; shape: the type of the tuple `sizes`."""
+    lengths = [
+        context.cast(builder, size, types.unliteral(size_type), types.intp)
+        for size, size_type in zip(cgutils.unpack_tuple(builder, sizes), shape, strict=True)
     ]
-    return _empty_nd_impl(context, builder, of, numbers)
+    return _empty_nd_impl(context, builder, array_type, lengths)
 
 
 @intrinsic
 def empty(typing_context, shape, dtype):
-    """np.empty(shape, dtype) of a tuple."""
-    of = types.Array(dtype.dtype, len(shape), "C")
+    """np.empty(shape, dtype) for a tuple `shape`."""
+    array_type = types.Array(dtype.dtype, len(shape), "C")
 
     def codegen(context, builder, signature, args):
-        return _array(context, builder, of, shape, args[0])._getvalue()
+        return _array(context, builder, array_type, shape, args[0])._getvalue()
 
-    return of(shape, dtype), codegen
+    return array_type(shape, dtype), codegen
 
 
 @intrinsic
 def zeros(typing_context, shape, dtype):
-    """np.zeros(shape, dtype) of a tuple."""
-    of = types.Array(dtype.dtype, len(shape), "C")
+    """np.zeros(shape, dtype) for a tuple `shape`."""
+    array_type = types.Array(dtype.dtype, len(shape), "C")
 
     def codegen(context, builder, signature, args):
-        array = _array(context, builder, of, shape, args[0])
+        array = _array(context, builder, array_type, shape, args[0])
         cgutils.memset(builder, array.data, builder.mul(array.itemsize, array.nitems), 0)
         return array._getvalue()
 
-    return of(shape, dtype), codegen
+    return array_type(shape, dtype), codegen

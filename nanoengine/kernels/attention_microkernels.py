@@ -7,7 +7,7 @@ it is read (`cpu_attention.store_head`):
 
     one head of a block    keys    tiles of L = min(P, KV_TILE) tokens, in each tile [D, L]
                            values  [P, D]
-    in bfloat16            words of two numbers that are adjacent in a sum, the first in the
+    in bfloat16            words of two values that are adjacent in a sum, the first in the
                            high half: keys [D / 2, L] words, values [P / 2, D] words
     in int8                the same lines as floats, followed by scales: `int8_cache.py`
 
@@ -23,8 +23,8 @@ from llvmlite import ir
 from numba import types
 
 from nanoengine.kernels.arrays import zeros
-from nanoengine.kernels.cpu_linear import rounded
-from nanoengine.kernels.emit import FLOATS, I32, BFloat, Emit, writes
+from nanoengine.kernels.cpu_linear import to_bf16
+from nanoengine.kernels.emit import FLOATS, I32, BFloat, Emit, emit_intrinsic
 from nanoengine.kernels.exp import COEFFICIENTS_2, LOWEST_2, SHIFT_2
 from nanoengine.kernels.gemm import I8, I16, I64, LINE
 from nanoengine.kernels.isa import CURRENT
@@ -35,8 +35,8 @@ KV_TILE = 64  # tokens between two updates of the running maximum
 # Rows and vectors of the largest register tile: sums, the cache's line and an element of a row.
 ROWS, VECTORS = 4, (4 if CURRENT.registers == 32 else 2)
 HALF = VECTORS // 2
-OF_TWO = 4  # vectors of a tile of two rows: fewer sums would wait for each other
-HAS_DOTS = CURRENT.bf16_dots == "vdpbf16ps"
+WIDE = 4  # vectors of a tile of two rows: fewer sums would wait for each other
+BF16_DOTS = CURRENT.bf16_dots == "vdpbf16ps"
 VECTOR_BYTES = CURRENT.vector_bits // 8
 
 # Why: no "nnan" and "ninf": a NaN in one sequence must come out as NaN, there and only there. No
@@ -47,51 +47,51 @@ FASTMATH = ("contract", "nsz")
 
 
 class CacheTile(Emit):
-    """Writes how tiles read lines of the cache: floats, int8, or words of two bfloat16 numbers."""
+    """Writes how tiles read lines of the cache: floats, int8, or words of two bfloat16 values."""
 
     def line(self, pointer, *, paired, dots, mask, below=None):
         """The vectors by which a row's elements are multiplied, one after the other.
 
-        If rows hold pairs and lines are int8, two lines are read, the second `below` after the
-        first.
+        If rows hold pairs and lines are int8, two lines are read; the second is `below` elements
+        after the first.
         """
         if below is not None:
-            pairs = self.joined(self.codes(pointer), self.codes(self.at(pointer, below)))
+            pairs = self.join_bf16(self.load_int8(pointer), self.load_int8(self.at(pointer, below)))
         elif pointer.type.pointee == I8:
-            return [self.codes(pointer)]
+            return [self.load_int8(pointer)]
         elif paired:
-            pairs = self.get(self.words, pointer)
+            pairs = self.read(self.words, pointer)
         else:
             return [self.load(pointer)]
         if mask is not None:
-            pairs = self.builder.and_(pairs, self.every(mask))
-        return [pairs] if dots and HAS_DOTS else self.halves(pairs)
+            pairs = self.builder.and_(pairs, self.ints(mask))
+        return [pairs] if dots and BF16_DOTS else self.unpack_bf16(pairs)
 
-    def codes(self, pointer):
+    def load_int8(self, pointer):
         """Converts a vector of int8 to the tile's floats."""
-        return self.builder.sitofp(self.get(ir.VectorType(I8, self.width), pointer), self.vector)
+        return self.builder.sitofp(self.read(ir.VectorType(I8, self.width), pointer), self.vector)
 
-    def joined(self, high, low):
-        """Words of pairs from two vectors of bfloat16 numbers in float32."""
+    def join_bf16(self, high, low):
+        """Words of pairs from two float32 vectors whose values are bfloat16."""
         high, low = (self.builder.bitcast(each, self.words) for each in (high, low))
-        return self.builder.or_(high, self.builder.lshr(low, self.every(16)))
+        return self.builder.or_(high, self.builder.lshr(low, self.ints(16)))
 
-    def floats(self, pointer):
+    def load_fp32(self, pointer):
         """Converts a vector of float32 to the tile's floats."""
-        found = self.get(ir.VectorType(ir.FloatType(), self.width), pointer)
-        return found if found.type == self.vector else self.builder.fpext(found, self.vector)
+        values = self.read(ir.VectorType(ir.FloatType(), self.width), pointer)
+        return values if values.type == self.vector else self.builder.fpext(values, self.vector)
 
-    def numbers(self, pointer, turn, *, paired, dots, mask, below=None):
+    def load_elements(self, pointer, iteration, *, paired, dots, mask, below=None):
         """A row's elements for an iteration, each in all lanes."""
         if dots:
-            word = self.builder.load(self.at(pointer, turn))
+            word = self.builder.load(self.at(pointer, iteration))
             if mask is not None:
                 word = self.builder.and_(word, word.type(mask))
             pairs = self.splat(word, self.words)
-            return [pairs] if HAS_DOTS else self.halves(pairs)
+            return [pairs] if BF16_DOTS else self.unpack_bf16(pairs)
         count = 2 if paired else 1
-        first = self.builder.mul(turn, turn.type(count))
-        return [self.broadcast(self.at(pointer, first, turn.type(j))) for j in range(count)]
+        first = self.builder.mul(iteration, iteration.type(count))
+        return [self.broadcast(self.at(pointer, first, iteration.type(j))) for j in range(count)]
 
     def exp2(self, x):
         """2 ** x for x <= 0, exactly 0 far below normal numbers; NaN stays NaN."""
@@ -107,12 +107,12 @@ class CacheTile(Emit):
         value = self.constant(COEFFICIENTS_2[0])
         for coefficient in COEFFICIENTS_2[1:]:
             value = self.fma(value, fraction, self.constant(coefficient))
-        power = build.shl(build.bitcast(shifted, self.words), self.every(23))
+        power = build.shl(build.bitcast(shifted, self.words), self.ints(23))
         return build.fmul(value, build.bitcast(power, kind))
 
-    def across_rows(self, rows, combine):
-        """A vector with one number per row: combines the first half of each row's lanes with the
-        second until one is left. Two rows share the work from the first step on."""
+    def reduce_rows(self, rows, combine):
+        """A vector with one value per row: combines the first half of each row's lanes with the
+        second half until one lane is left. Two rows share each vector from the first step on."""
         lanes = self.width
         while len(rows) > 1 or lanes > 1:
             half, joined = lanes // 2, []
@@ -127,64 +127,64 @@ class CacheTile(Emit):
             rows, lanes = joined, max(1, half)
         return rows[0]
 
-    def rounded(self, floats):
-        """The bits of a vector's numbers rounded to bfloat16, one word each; a NaN stays NaN."""
+    def round_to_bf16(self, floats):
+        """The bits of a vector's values rounded to bfloat16, one per word; a NaN stays NaN."""
         build = self.builder
-        if HAS_DOTS:
+        if BF16_DOTS:
             bits = build.fptrunc(floats, ir.VectorType(BFloat(), self.width))
             return build.zext(build.bitcast(bits, ir.VectorType(I16, self.width)), self.words)
         bits = build.bitcast(floats, self.words)
-        last = build.and_(build.lshr(bits, self.every(16)), self.every(1))
-        bits = build.lshr(build.add(build.add(bits, self.every(0x7FFF)), last), self.every(16))
+        last = build.and_(build.lshr(bits, self.ints(16)), self.ints(1))
+        bits = build.lshr(build.add(build.add(bits, self.ints(0x7FFF)), last), self.ints(16))
         is_nan = build.fcmp_unordered("uno", floats, floats)
-        return build.select(is_nan, self.every(0x7FC0), bits)
+        return build.select(is_nan, self.ints(0x7FC0), bits)
 
-    def pairs(self, floats):
-        """Words with pairs of a vector's numbers, rounded to bfloat16."""
+    def round_to_pairs(self, floats):
+        """Words with pairs of a vector's values, rounded to bfloat16."""
         build = self.builder
         half = ir.VectorType(I32, self.width // 2)
-        by = ir.Constant(half, [16] * half.count)
-        if HAS_DOTS:
+        shift = ir.Constant(half, [16] * half.count)
+        if BF16_DOTS:
             bits = build.fptrunc(floats, ir.VectorType(BFloat(), self.width))
             swapped = build.bitcast(bits, half)
-            return build.or_(build.shl(swapped, by), build.lshr(swapped, by))
-        bits = self.rounded(floats)
+            return build.or_(build.shl(swapped, shift), build.lshr(swapped, shift))
+        bits = self.round_to_bf16(floats)
         first, second = (self.shuffle(bits, bits, [*range(i, self.width, 2)]) for i in range(2))
-        return build.or_(build.shl(first, by), second)
+        return build.or_(build.shl(first, shift), second)
 
 
-def strips(emit, kind, count, turn):
-    """Writes `turn(tile, i)` for each vector of `count` elements of an array, from index i on;
-    count is a multiple of 4. Whole vectors first, then vectors of 4 for the rest."""
+def loop_vectors(emit, kind, count, body):
+    """Writes loops over `body(tile, i)` for the vectors of `count` elements, a multiple of 4; a
+    vector begins at index i. Whole vectors first, then vectors of 4 for the rest."""
     builder, start, word = emit.builder, count.type(0), count.type
     for bits in (CURRENT.vector_bits, 4 * kind.dtype.bitwidth):
         tile = CacheTile(emit.context, builder, kind, bits)
         width, vectors = word(tile.width), builder.udiv(builder.sub(count, start), word(tile.width))
 
         def strip(i, tile=tile, start=start, width=width):
-            turn(tile, builder.add(start, builder.mul(i, width)))
+            body(tile, builder.add(start, builder.mul(i, width)))
 
         tile.loop(vectors, strip)
         start = builder.add(start, builder.mul(vectors, width))
 
 
-@writes()
+@emit_intrinsic()
 def scale_row(emit, x, at, factor, out, out_at, count):
     """out = `count` elements of x times a factor of the same type, both from these indices on;
     rounded if out holds pairs of bfloat16."""
     builder, kinds = emit.builder, emit.kinds
     source, factor, target, count = emit.operands(x, at, factor, out, out_at, count)
 
-    def turn(tile, i):
+    def body(tile, i):
         scaled = builder.fmul(tile.load(tile.at(source, i)), tile.splat(factor))
         if kinds.out.dtype == types.uint32:
-            scaled, i = tile.pairs(scaled), builder.lshr(i, i.type(1))
+            scaled, i = tile.round_to_pairs(scaled), builder.lshr(i, i.type(1))
         tile.store(scaled, tile.at(target, i))
 
-    strips(emit, kinds.x, count, turn)
+    loop_vectors(emit, kinds.x, count, body)
 
 
-@writes()
+@emit_intrinsic()
 def store_lines(emit, key, value, k_cache, k_at, lanes, v_cache, v_at):
     """Writes a key, whose elements are `lanes` words apart in the cache, and a value, whose
     elements are contiguous; for pairs, each in the half of its token."""
@@ -196,57 +196,57 @@ def store_lines(emit, key, value, k_cache, k_at, lanes, v_cache, v_at):
     if in_pairs:
         keys = builder.bitcast(emit.at(keys, word(-1)), I32.as_pointer())
 
-    def turn(tile, i):
-        numbers, line = (tile.load(tile.at(of, i)) for of in sources)
+    def body(tile, i):
+        key_part, line = (tile.load(tile.at(source, i)) for source in sources)
         if in_pairs:
-            numbers, line = tile.pairs(numbers), tile.rounded(line)
+            key_part, line = tile.round_to_pairs(key_part), tile.round_to_bf16(line)
             halves = ir.VectorType(I16, 2 * tile.width)
-            to = tile.at(values, builder.mul(i, word(2)))
+            target = tile.at(values, builder.mul(i, word(2)))
             # Why masked: another thread may write the other halves, of the next token.
-            own = ir.Constant(ir.VectorType(ir.IntType(1), halves.count), [1, 0] * tile.width)
+            mask = ir.Constant(ir.VectorType(ir.IntType(1), halves.count), [1, 0] * tile.width)
             tile.call(
                 f"llvm.masked.store.v{halves.count}i16.p0", ir.VoidType(),
                 builder.bitcast(line, halves),
-                builder.bitcast(to, halves.as_pointer()), I32(2), own,
+                builder.bitcast(target, halves.as_pointer()), I32(2), mask,
             )  # fmt: skip
             i = builder.lshr(i, word(1))
         else:
             tile.store(line, tile.at(values, i))
-        for j in range(numbers.type.count):
-            to = tile.at(keys, builder.mul(builder.add(i, word(j)), lanes))
-            builder.store(builder.extract_element(numbers, I32(j)), to)
+        for j in range(key_part.type.count):
+            target = tile.at(keys, builder.mul(builder.add(i, word(j)), lanes))
+            builder.store(builder.extract_element(key_part, I32(j)), target)
 
     size = emit.context.make_array(kinds.key)(emit.context, builder, key).nitems
-    strips(emit, kinds.key, size, turn)
+    loop_vectors(emit, kinds.key, size, body)
 
 
 @specialize()
-def numbers_a_word(array):
-    """2 for an array of pairs of bfloat16 numbers, 1 for floats."""
+def elements_per_word(array):
+    """2 for an array of pairs of bfloat16 values, 1 for floats."""
     count = 2 if array.dtype in (types.uint16, types.uint32) else 1
     return lambda array: count
 
 
 @specialize()
-def scale_numbers(array):
+def scale_elements(array):
     """Elements of a cache that hold the scale of a token's head, in addition to the head's own."""
     count = 4 if array.dtype == types.int8 else 0
     return lambda array: count
 
 
-@compiled(fastmath=FASTMATH, part=True)
-def lines_of(cache, slot, head, lanes, sizes):
+@compiled(fastmath=FASTMATH, inline=True)
+def line_indices(cache, slot, head, lanes, sizes):
     """Indices of the key and the value of one head of a token in the flat caches."""
     _, num_kv_heads, head_dim, block_size = sizes
-    offset, per = slot % block_size, numbers_a_word(cache)
+    offset, per_word = slot % block_size, elements_per_word(cache)
     block = (slot // block_size * num_kv_heads + head) * block_size
-    first = block * (head_dim + scale_numbers(cache)) + per - 1
-    k_at = first + offset // lanes * lanes * head_dim + offset % lanes * per
-    return k_at, first + offset // per * per * head_dim - offset % per
+    first = block * (head_dim + scale_elements(cache)) + per_word - 1
+    k_at = first + offset // lanes * lanes * head_dim + offset % lanes * per_word
+    return k_at, first + offset // per_word * per_word * head_dim - offset % per_word
 
 
 @specialize()
-def words_of(cache):
+def as_words(cache):
     """A flat cache as `line_tile` reads it: bfloat16 in pairs, floats unchanged."""
     if cache.dtype == types.uint16:
         return lambda cache: cache.view(np.uint32)
@@ -254,93 +254,94 @@ def words_of(cache):
 
 
 @specialize()
-def stored(x, cache):
-    """A number as stored in a cache: rounded to bfloat16, half to even, or unchanged."""
+def to_cache_dtype(x, cache):
+    """A value as it is stored in a cache: rounded to bfloat16, half to even, or unchanged."""
     if cache.dtype != types.uint16:
         return lambda x, cache: x
-    return lambda x, cache: np.uint16(bfloat16(x))
+    return lambda x, cache: np.uint16(bf16_bits(x))
 
 
-@writes(literals=True)
-def ask_for(emit, array, at, to_write):
+@emit_intrinsic(literals=True)
+def prefetch_element(emit, array, at, to_write):
     """Prefetches the cache line of an element of a flat array, for a read (0) or a write (1)."""
     write = emit.kinds.to_write.literal_value
     emit.prefetch(emit.pointer(emit.kinds.array, array, at), write=write)
 
 
-@compiled(fastmath=(), part=True)
-def bfloat16(x):
+@compiled(fastmath=(), inline=True)
+def bf16_bits(x):
     """The bits of a float32 rounded to bfloat16."""
-    return rounded(np.float32(x).view(np.uint32))
+    return to_bf16(np.float32(x).view(np.uint32))
 
 
 @specialize()
-def room_of_few(cache, room):
-    """The argument `room` of `run_of` for few rows: one that converts nothing, unless rows are
-    pairs that must be split."""
-    if room.dtype == types.uint32 and not HAS_DOTS:
-        return lambda cache, room: room
-    return lambda cache, room: cache
+def buffer_for_few(cache, buffer):
+    """The argument `buffer` of `read_run` for few rows: the cache itself, so that nothing is
+    converted, unless rows are pairs that must be split."""
+    if buffer.dtype == types.uint32 and not BF16_DOTS:
+        return lambda cache, buffer: buffer
+    return lambda cache, buffer: cache
 
 
-@writes(literals=True)
-def _widen(emit, cache, at, width, room, place, asked, lanes):
+@emit_intrinsic(literals=True)
+def _convert_lines(emit, cache, at, width, buffer, buffer_at, ahead_at, lanes):
     """Converts two lines of `width` elements from `at` on to floats or pairs, `lanes` at once.
-    Prefetches as many from `asked` on."""
+    Prefetches as many elements from `ahead_at` on."""
     builder, kinds = emit.builder, emit.kinds
-    is_bytes, in_pairs = kinds.cache.dtype == types.int8, kinds.room.dtype == types.uint32
-    bits = kinds.room.dtype.bitwidth * kinds.lanes.literal_value
-    tile = CacheTile(emit.context, builder, FLOATS if in_pairs else kinds.room, bits)
-    source, ahead = (tile.pointer(kinds.cache, cache, first) for first in (at, asked))
-    target, word = tile.pointer(kinds.room, room, place), width.type
+    is_bytes, in_pairs = kinds.cache.dtype == types.int8, kinds.buffer.dtype == types.uint32
+    bits = kinds.buffer.dtype.bitwidth * kinds.lanes.literal_value
+    tile = CacheTile(emit.context, builder, FLOATS if in_pairs else kinds.buffer, bits)
+    source, ahead = (tile.pointer(kinds.cache, cache, first) for first in (at, ahead_at))
+    target, word = tile.pointer(kinds.buffer, buffer, buffer_at), width.type
 
-    def part(turn):
-        lane = builder.mul(turn, word(tile.width))
+    def body(iteration):
+        lane = builder.mul(iteration, word(tile.width))
         tile.prefetch(tile.at(ahead, lane, lane) if is_bytes else tile.at(ahead, lane))
-        numbers = []
+        vectors = []
         for line in (word(0), width)[: 1 + is_bytes]:
             begin = tile.at(source, lane, line)
-            numbers += tile.line(begin, paired=not is_bytes, dots=False, mask=None)
+            vectors += tile.line(begin, paired=not is_bytes, dots=False, mask=None)
         if in_pairs:
-            tile.store(tile.joined(*numbers), tile.at(target, lane))
+            tile.store(tile.join_bf16(*vectors), tile.at(target, lane))
         else:
-            tile.store(numbers[0], tile.at(target, lane))
-            tile.store(numbers[1], tile.at(target, lane, width))
+            tile.store(vectors[0], tile.at(target, lane))
+            tile.store(vectors[1], tile.at(target, lane, width))
 
-    tile.loop(builder.udiv(width, word(tile.width)), part, unroll=4)
+    tile.loop(builder.udiv(width, word(tile.width)), body, unroll=4)
 
 
 @specialize()
-def run_of(cache, at, count, width, next_at, room):
+def read_run(cache, at, count, width, next_at, buffer):
     """A run's `count` lines of `width` as `few_rows` reads them, their index, and the index to
-    prefetch: the cache itself, or a copy in `room` if that has another dtype."""
-    if cache.dtype == room.dtype:
-        return lambda cache, at, count, width, next_at, room: (cache, at, next_at)
-    of_two, to_two = (1 if array.dtype == types.uint32 else 2 for array in (cache, room))
+    prefetch: the cache itself, or a copy in `buffer` if that has another dtype."""
+    if cache.dtype == buffer.dtype:
+        return lambda cache, at, count, width, next_at, buffer: (cache, at, next_at)
+    from_step, to_step = (1 if array.dtype == types.uint32 else 2 for array in (cache, buffer))
 
-    def widened(cache, at, count, width, next_at, room):
+    def converted(cache, at, count, width, next_at, buffer):
         for i in range(count // 2):
-            line, to = i * width * of_two, i * width * to_two
+            line, target = i * width * from_step, i * width * to_step
             if width % 16 == 0:
-                _widen(cache, at + line, width, room, to, next_at + line, 16)
+                _convert_lines(cache, at + line, width, buffer, target, next_at + line, 16)
             else:
-                _widen(cache, at + line, width, room, to, next_at + line, 8)
-        return room, 0, 0
+                _convert_lines(cache, at + line, width, buffer, target, next_at + line, 8)
+        return buffer, 0, 0
 
-    return widened
+    return converted
 
 
-def _scales(emit, scales, place=None):
+def _scales_pointer(emit, scales, index=None):
     """A pointer to scales from an index on; None if there are none."""
     kind = emit.kinds.scales
-    return emit.pointer(kind, scales, place or I64(0)) if isinstance(kind, types.Array) else None
+    return emit.pointer(kind, scales, index or I64(0)) if isinstance(kind, types.Array) else None
 
 
 class Sums:
-    """The sums of a register tile: c[r, lanes], by rows and vectors of lanes.
+    """Writes the sums of a register tile: c[r, lanes], by rows and vectors of lanes.
 
     Args:
-        factors: a pointer to factors by which rows of c are multiplied first; None: c is 0 before.
+        factors: a pointer to factors by which rows of c are multiplied first; None: sums begin
+            with 0.
         paired: whether lines of the cache hold pairs of bfloat16; dots: whether rows do too.
         below: distance of two lines that are combined into one of pairs.
     """
@@ -358,164 +359,164 @@ class Sums:
                 ]
             self.cells.append([emit.variable(start) for start in starts])
 
-    def turn(self, a_rows, i, line, mask=None):
+    def add_line(self, a_rows, i, line, mask=None):
         """Adds element i of each row, or pair i, times a line of the cache."""
         emit, kind = self.emit, self.kind | {"mask": mask}
-        of_lanes = [emit.line(emit.at(line, lane), **kind) for lane in self.lanes]
+        vectors = [emit.line(emit.at(line, lane), **kind) for lane in self.lanes]
         for row, cells in zip(a_rows, self.cells, strict=True):
-            for j, number in enumerate(emit.numbers(row, i, **kind)):
-                for numbers, cell in zip(of_lanes, cells, strict=True):
-                    total = emit.add_product(emit.builder.load(cell), number, numbers[j])
+            for j, element in enumerate(emit.load_elements(row, i, **kind)):
+                for values, cell in zip(vectors, cells, strict=True):
+                    total = emit.add_product(emit.builder.load(cell), element, values[j])
                     emit.builder.store(total, cell)
 
-    def keep(self, scales=None):
+    def store(self, scales=None):
         """Writes the sums to c, times one scale per lane, if there are any."""
         emit = self.emit
-        of_lanes = [scales and emit.floats(emit.at(scales, lane)) for lane in self.lanes]
+        lane_scales = [scales and emit.load_fp32(emit.at(scales, lane)) for lane in self.lanes]
         for line, cells in zip(self.c_rows, self.cells, strict=True):
-            for cell, lane, scale in zip(cells, self.lanes, of_lanes, strict=True):
+            for cell, lane, scale in zip(cells, self.lanes, lane_scales, strict=True):
                 total = emit.builder.load(cell)
                 total = emit.builder.fmul(total, scale) if scale else total
                 emit.store(total, emit.at(line, lane))
 
 
-@writes(literals=True)
+@emit_intrinsic(literals=True)
 def line_tile(emit, a, a_at, a_stride, b, b_at, b_stride, depth, c, c_at, c_stride, factors,
-              factors_at, asked, asked_stride, rows, vectors, scales, scales_at):  # fmt: skip
+              factors_at, ahead_at, ahead_stride, rows, vectors, scales, scales_at):  # fmt: skip
     """c[r, lanes] = c[r, lanes] * factors[r] + sum over i < depth of a[r, i] * b[i, lanes].
 
     For `rows` rows and `vectors` vectors of lanes, or half a vector if that is 0, in registers. If
     factors is 0, c is not read; if `scales` is an array, c[r, lanes] is multiplied by it at the
-    end. b may hold pairs of bfloat16 numbers i and i + 1, which become float32 in registers; if a
+    end. b may hold pairs of bfloat16 values i and i + 1, which become float32 in registers; if a
     holds such pairs as well, one instruction adds both products. With such an a, two lines of int8
-    are combined into one of pairs. With each line of b it prefetches as many elements from `asked`
-    on, `asked_stride` later each time.
+    are combined into one of pairs. With each line of b it prefetches as many elements from
+    `ahead_at` on, `ahead_stride` later each time.
     """
     builder, kinds = emit.builder, emit.kinds
     num_rows, num_vectors = kinds.rows.literal_value, kinds.vectors.literal_value
     dots = kinds.a.dtype == types.uint32
-    paired, in_two = dots or kinds.b.dtype == types.uint32, dots and kinds.b.dtype == types.int8
-    fresh, size = not isinstance(kinds.factors, types.Array), kinds.b.dtype.bitwidth // 8
+    paired, joins = dots or kinds.b.dtype == types.uint32, dots and kinds.b.dtype == types.int8
+    is_fresh, size = not isinstance(kinds.factors, types.Array), kinds.b.dtype.bitwidth // 8
     bits, word = CURRENT.vector_bits, depth.type
     tile = CacheTile(emit.context, builder, kinds.c, bits if num_vectors else bits // 2)
     lanes = [word(i * tile.width) for i in range(num_vectors or 1)]
 
     a_rows = tile.rows(tile.pointer(kinds.a, a, a_at), a_stride, num_rows)
     c_rows = tile.rows(tile.pointer(kinds.c, c, c_at), c_stride, num_rows)
-    b_lines, ahead = (tile.pointer(kinds.b, b, at) for at in (b_at, asked))
-    shrink = None if fresh else tile.pointer(kinds.factors, factors, factors_at)
-    below = b_stride if in_two else None
-    sums = Sums(tile, c_rows, lanes, shrink, paired=paired, dots=dots, below=below)
+    b_lines, ahead = (tile.pointer(kinds.b, b, at) for at in (b_at, ahead_at))
+    row_factors = None if is_fresh else tile.pointer(kinds.factors, factors, factors_at)
+    below = b_stride if joins else None
+    sums = Sums(tile, c_rows, lanes, row_factors, paired=paired, dots=dots, below=below)
 
     def step(i, mask=None):
-        first = builder.mul(i, i.type(2)) if in_two else i
+        first = builder.mul(i, i.type(2)) if joins else i
         line = tile.at(b_lines, builder.mul(first, b_stride))
-        for number in range(1 + in_two):
-            turn = builder.add(first, i.type(number))
-            asks = tile.at(ahead, builder.mul(turn, asked_stride))
+        for nth in range(1 + joins):
+            line_index = builder.add(first, i.type(nth))
+            prefetch_line = tile.at(ahead, builder.mul(line_index, ahead_stride))
             for lane in lanes:
                 if lane.constant * size % LINE == 0:
-                    tile.prefetch(tile.at(asks, lane))
-        sums.turn(a_rows, i, line, mask)
+                    tile.prefetch(tile.at(prefetch_line, lane))
+        sums.add_line(a_rows, i, line, mask)
 
-    turns = builder.lshr(depth, word(1)) if paired else depth
-    tile.loop(turns, step)
+    iterations = builder.lshr(depth, word(1)) if paired else depth
+    tile.loop(iterations, step)
     if paired:
-        # Why masked: the data after the last number may be anything, and 0 * NaN is not 0.
+        # Why masked: the data after the last element may be anything, and 0 * NaN is not 0.
         odd = builder.trunc(depth, ir.IntType(1))
         with builder.if_then(odd):
-            step(turns, 0xFFFF0000)
-    sums.keep(_scales(emit, scales, scales_at))
+            step(iterations, 0xFFFF0000)
+    sums.store(_scales_pointer(emit, scales, scales_at))
 
 
-@compiled(fastmath=FASTMATH, part=True)
-def few_rows(a, a_at, a_stride, b, b_at, b_stride, depth, c, c_at, c_stride,
-              factors, factors_at, asked, asks, rows, lanes, room, scales, scales_at):  # fmt: skip
-    """`line_tile` for up to ROWS rows and all `lanes`, in whole vectors of the `room` lanes that
-    exist.
+@compiled(fastmath=FASTMATH, inline=True)
+def few_rows(a, a_at, a_stride, b, b_at, b_stride, depth, c, c_at, c_stride, factors,
+              factors_at, ahead, fetch, rows, lanes, space, scales, scales_at):  # fmt: skip
+    """`line_tile` for up to ROWS rows and all `lanes`, in whole vectors; memory has `space` lanes.
 
-    Rows are processed in twos or fours: a, c and factors have rows after the last. If `asks` is 1,
-    it prefetches from `asked` on the same lines that it reads of b from `b_at` on.
+    Rows are processed in twos or fours, so a, c and factors must have rows after the last. If
+    `fetch` is 1, it prefetches from `ahead` on as many lines as it reads of b.
     """
     width = VECTOR_BYTES // c.itemsize
-    wide = (VECTORS if rows > 2 else OF_TWO) * width
+    wide = (VECTORS if rows > 2 else WIDE) * width
     enough = wide // 2 if rows > 2 else wide - width
-    at, step = 0, asks * b_stride
+    at, step = 0, fetch * b_stride
     while at < lanes:
-        ask, s_at = asked + at, scales_at + at
+        p_at, s_at = ahead + at, scales_at + at
         # Why few vectors of four rows at once: the sums of one would wait for each other.
-        if lanes - at > enough and room - at >= wide:
+        if lanes - at > enough and space - at >= wide:
             if rows > 2:
                 line_tile(a, a_at, a_stride, b, b_at + at, b_stride, depth, c, c_at + at, c_stride,
-                          factors, factors_at, ask, step, ROWS, VECTORS, scales, s_at)  # fmt: skip
+                          factors, factors_at, p_at, step, ROWS, VECTORS, scales, s_at)  # fmt: skip
             else:
                 line_tile(a, a_at, a_stride, b, b_at + at, b_stride, depth, c, c_at + at, c_stride,
-                          factors, factors_at, ask, step, 2, OF_TWO, scales, s_at)  # fmt: skip
+                          factors, factors_at, p_at, step, 2, WIDE, scales, s_at)  # fmt: skip
             at += wide
-        elif rows > 2 and lanes - at > width and 2 * (room - at) >= wide:
+        elif rows > 2 and lanes - at > width and 2 * (space - at) >= wide:
             line_tile(a, a_at, a_stride, b, b_at + at, b_stride, depth, c, c_at + at, c_stride,
-                      factors, factors_at, ask, step, ROWS, HALF, scales, s_at)  # fmt: skip
+                      factors, factors_at, p_at, step, ROWS, HALF, scales, s_at)  # fmt: skip
             at += wide // 2
-        elif room - at >= width:
+        elif space - at >= width:
             if rows > 2:
                 line_tile(a, a_at, a_stride, b, b_at + at, b_stride, depth, c, c_at + at, c_stride,
-                          factors, factors_at, ask, step, ROWS, 1, scales, s_at)  # fmt: skip
+                          factors, factors_at, p_at, step, ROWS, 1, scales, s_at)  # fmt: skip
             else:
                 line_tile(a, a_at, a_stride, b, b_at + at, b_stride, depth, c, c_at + at, c_stride,
-                          factors, factors_at, ask, step, 2, 1, scales, s_at)  # fmt: skip
+                          factors, factors_at, p_at, step, 2, 1, scales, s_at)  # fmt: skip
             at += width
         else:
             if rows > 2:
                 line_tile(a, a_at, a_stride, b, b_at + at, b_stride, depth, c, c_at + at, c_stride,
-                          factors, factors_at, ask, step, ROWS, 0, scales, s_at)  # fmt: skip
+                          factors, factors_at, p_at, step, ROWS, 0, scales, s_at)  # fmt: skip
             else:
                 line_tile(a, a_at, a_stride, b, b_at + at, b_stride, depth, c, c_at + at, c_stride,
-                          factors, factors_at, ask, step, 2, 0, scales, s_at)  # fmt: skip
+                          factors, factors_at, p_at, step, 2, 0, scales, s_at)  # fmt: skip
             at += width // 2
 
 
-@writes(literals=True)
+@emit_intrinsic(literals=True)
 def _raise_maxima(emit, scores, maximum, factors, row, rows):
     """maximum[r] = the maximum of itself and KV_TILE scores, for each of `rows` rows from `row` on.
 
-    factors[r] rescales sums that were made with the previous maximum. If a score is NaN, the
+    factors[r] rescales sums that were computed with the previous maximum. If a score is NaN, the
     maximum is undefined.
     """
     builder, kinds, word = emit.builder, emit.kinds, row.type
     count = kinds.rows.literal_value
     tile = CacheTile(emit.context, builder, kinds.scores)
-    few = CacheTile(emit.context, builder, kinds.scores, count * kinds.scores.dtype.bitwidth)
+    stats = CacheTile(emit.context, builder, kinds.scores, count * kinds.scores.dtype.bitwidth)
     first = tile.pointer(kinds.scores, scores, builder.mul(row, word(KV_TILE)))
     highest_at = tile.pointer(kinds.maximum, maximum, row)
-    peaks = []
+    row_maxima = []
     for line in tile.rows(first, word(KV_TILE), count):
         values = [tile.load(tile.at(line, word(i))) for i in range(0, KV_TILE, tile.width)]
-        peaks.append(tile.halved(values, tile.maximum))
-    old = few.load(highest_at)
-    new = few.maximum(tile.across_rows(peaks, tile.maximum), old)
-    few.store(few.exp2(builder.fsub(old, new)), tile.pointer(kinds.factors, factors, row))
-    few.store(new, highest_at)
+        row_maxima.append(tile.reduce_vectors(values, tile.maximum))
+    old = stats.load(highest_at)
+    new = stats.maximum(tile.reduce_rows(row_maxima, tile.maximum), old)
+    stats.store(stats.exp2(builder.fsub(old, new)), tile.pointer(kinds.factors, factors, row))
+    stats.store(new, highest_at)
 
 
 class Weights:
-    """Writes the conversion of scores of `rows` rows to weights; see `_weigh` for the arguments.
+    """Writes the conversion of the scores of `rows` rows to weights; arguments as in
+    `_softmax_weights`.
 
     Args:
         scales: a pointer to factors on weights that are multiplied by values; the sum of the
             weights does not include them.
     """
 
-    def __init__(self, plain, scores, weights, maximum, total, factors, row, scales, rows=ROWS):
-        builder, kinds = plain.builder, plain.kinds
-        self.emit = emit = CacheTile(plain.context, builder, kinds.scores)
+    def __init__(self, outer, scores, weights, maximum, total, factors, row, scales, rows=ROWS):
+        builder, kinds = outer.builder, outer.kinds
+        self.emit = emit = CacheTile(outer.context, builder, kinds.scores)
         bits = rows * kinds.scores.dtype.bitwidth
-        self.few = CacheTile(plain.context, builder, kinds.scores, bits)
+        self.stats = CacheTile(outer.context, builder, kinds.scores, bits)
         self.row, self.word = row, row.type
         self.paired = kinds.weights.dtype == types.uint32
         first = builder.mul(row, self.word(KV_TILE))
-        in_words = builder.lshr(first, self.word(1)) if self.paired else first
+        weights_at = builder.lshr(first, self.word(1)) if self.paired else first
         self.scores = emit.pointer(kinds.scores, scores, first)
-        self.weights = emit.pointer(kinds.weights, weights, in_words)
+        self.weights = emit.pointer(kinds.weights, weights, weights_at)
         self.maximum = emit.pointer(kinds.maximum, maximum, row)
         self.total = emit.pointer(kinds.total, total, row)
         self.factors = emit.pointer(kinds.factors, factors, row)
@@ -530,37 +531,37 @@ class Weights:
         power = weight = emit.exp2(build.fsub(emit.load(line), highest))
         if self.scales is not None:
             column = build.mul(build.urem(i, word(self.a_row)), word(emit.width))
-            weight = build.fmul(power, emit.floats(emit.at(self.scales, column)))
+            weight = build.fmul(power, emit.load_fp32(emit.at(self.scales, column)))
         if self.paired:
             pairs = build.mul(i, word(emit.width // 2))
-            emit.store(emit.pairs(weight), emit.at(self.weights, pairs))
+            emit.store(emit.round_to_pairs(weight), emit.at(self.weights, pairs))
         else:
             emit.store(weight, emit.at(self.weights, build.mul(i, word(emit.width))))
         return power
 
     def keep(self, i):
-        """`write`; stores the weights to be summed where `kept` finds them."""
+        """`write`; also stores the weights without scales, for `kept`."""
         power = self.write(i)
         if self.paired or self.scales is not None:
             to = self.emit.builder.mul(i, self.word(self.emit.width))
             self.emit.store(power, self.emit.at(self.scores, to))
 
     def kept(self, i):
-        """Vector i of the weights that are summed."""
+        """Vector i of the weights without scales."""
         return self.emit.load(self.emit.at(self.scores, self.word(i * self.emit.width)))
 
     def add(self, power):
         """total = total * factors + the sums of each row's weights; `power(i)` is vector i."""
-        emit, few, build = self.emit, self.few, self.emit.builder
+        emit, stats, build = self.emit, self.stats, self.emit.builder
         sums = []
         for i in range(0, self.vectors, self.a_row):
-            sums.append(emit.halved([*map(power, range(i, i + self.a_row))], build.fadd))
-        added = emit.across_rows(sums, build.fadd)
-        few.store(few.fma(few.load(self.total), few.load(self.factors), added), self.total)
+            sums.append(emit.reduce_vectors([*map(power, range(i, i + self.a_row))], build.fadd))
+        added = emit.reduce_rows(sums, build.fadd)
+        stats.store(stats.fma(stats.load(self.total), stats.load(self.factors), added), self.total)
 
 
-@writes(literals=True)
-def _weigh(emit, scores, weights, maximum, total, factors, row, rows, scales):
+@emit_intrinsic(literals=True)
+def _softmax_weights(emit, scores, weights, maximum, total, factors, row, rows, scales):
     """Converts KV_TILE scores of each of `rows` rows from `row` on to weights, after
     `_raise_maxima`.
 
@@ -569,101 +570,102 @@ def _weigh(emit, scores, weights, maximum, total, factors, row, rows, scales):
     that is an array. total[r] becomes total[r] * factors[r] + the sum of the weights; NaN if a
     score is NaN.
     """
-    made = Weights(
-        emit, scores, weights, maximum, total, factors, row, _scales(emit, scales),
+    conversion = Weights(
+        emit, scores, weights, maximum, total, factors, row, _scales_pointer(emit, scales),
         emit.kinds.rows.literal_value,
     )  # fmt: skip
-    made.add(lambda i: made.write(made.word(i)))
+    conversion.add(lambda i: conversion.write(conversion.word(i)))
 
 
 @compiled(fastmath=FASTMATH)
 def softmax_step(scores, first_row, rows, maximum, total, factors, weights, scales):
-    """Converts the scores of each row to `weights`, an array made by `place_of_weights`; factors[r]
+    """Converts the scores of each row to `weights`, an array from `make_weights`; factors[r]
     rescales the row's previous sums."""
     lines, flat = scores.reshape(-1), weights.reshape(-1)
     for r in range(first_row, rows, ROWS):
         if rows - r > 2:
             _raise_maxima(lines, maximum, factors, r, ROWS)
-            _weigh(lines, flat, maximum, total, factors, r, ROWS, scales)
+            _softmax_weights(lines, flat, maximum, total, factors, r, ROWS, scales)
         else:
             _raise_maxima(lines, maximum, factors, r, 2)
-            _weigh(lines, flat, maximum, total, factors, r, 2, scales)
+            _softmax_weights(lines, flat, maximum, total, factors, r, 2, scales)
 
 
-@writes()
-def _add_and_weigh(
+@emit_intrinsic()
+def _add_and_softmax(
     emit, scores, weights, maximum, total, factors, row, b, b_at, sums, size, scales
 ):  # fmt: skip
     """Adds values of KV_TILE tokens, weighted for ROWS rows, to their `sums` [rows, size], for the
-    first VECTORS vectors of lanes. Interleaved, it does `_weigh` for the next ROWS rows.
+    first VECTORS vectors of lanes. Interleaved with this, it computes `_softmax_weights` for the
+    next ROWS rows.
 
-    Why interleaved: products keep two units of the CPU busy, and powers mostly use others. Why not
-    in `line_tile`: here all tokens exist, so the ratio of products to powers is fixed.
+    Why interleaved: products keep two units of the CPU busy, and powers mostly use other units. Why
+    not in `line_tile`: here all tokens exist, so the ratio of products to powers is fixed.
     """
     builder, kinds, word = emit.builder, emit.kinds, row.type
     paired, dots = kinds.b.dtype == types.uint32, kinds.weights.dtype == types.uint32
-    following = builder.add(row, word(ROWS))
-    after = Weights(
-        emit, scores, weights, maximum, total, factors, following, _scales(emit, scales)
+    next_row = builder.add(row, word(ROWS))
+    next_weights = Weights(
+        emit, scores, weights, maximum, total, factors, next_row, _scales_pointer(emit, scales)
     )  # fmt: skip
-    tile, stride = after.emit, word(KV_TILE // 2 if dots else KV_TILE)
+    tile, stride = next_weights.emit, word(KV_TILE // 2 if dots else KV_TILE)
     a_rows, c_rows = (
         tile.rows(tile.pointer(kind, array, builder.mul(row, step)), step, ROWS)
         for kind, array, step in ((kinds.weights, weights, stride), (kinds.sums, sums, size))
     )
     lanes = [word(i * tile.width) for i in range(VECTORS)]
-    shrink = tile.pointer(kinds.factors, factors, row)
-    products = Sums(tile, c_rows, lanes, shrink, paired=paired, dots=dots)
+    row_factors = tile.pointer(kinds.factors, factors, row)
+    products = Sums(tile, c_rows, lanes, row_factors, paired=paired, dots=dots)
     line = tile.variable(tile.pointer(kinds.b, b, b_at))
-    turns = KV_TILE // (2 if paired else 1) // after.vectors
+    iterations = KV_TILE // (2 if paired else 1) // next_weights.vectors
 
     def step(i):
-        for j in range(turns):
-            turn = builder.add(builder.mul(i, word(turns)), word(j))
-            products.turn(a_rows, turn, tile.moved(line, size))
-        after.keep(i)
+        for j in range(iterations):
+            line_index = builder.add(builder.mul(i, word(iterations)), word(j))
+            products.add_line(a_rows, line_index, tile.advance(line, size))
+        next_weights.keep(i)
 
-    tile.loop(word(after.vectors), step)
-    products.keep()
-    after.add(after.kept)
+    tile.loop(word(next_weights.vectors), step)
+    products.store()
+    next_weights.add(next_weights.kept)
 
 
 @specialize()
-def adds_beside(scores, weights, cache, room):
-    """Whether `_add_and_weigh` supports these arrays: the registers must hold the operands of both
-    its halves, and a power must take few steps. `room`: as for `run_of`."""
-    in_halves = room.dtype == types.uint32 and not (HAS_DOTS and weights.dtype == types.uint32)
-    is_few = room.dtype == cache.dtype == types.int8
+def can_interleave(scores, weights, cache, buffer):
+    """Whether `_add_and_softmax` supports these arrays: the registers must hold the operands of its
+    two computations, and a power must take few steps. `buffer`: as for `read_run`."""
+    splits = buffer.dtype == types.uint32 and not (BF16_DOTS and weights.dtype == types.uint32)
+    reads_int8 = buffer.dtype == cache.dtype == types.int8
     fits = CURRENT.vector_bits == 512 and scores.dtype == types.float32
-    fits = fits and not in_halves and not is_few
-    return lambda scores, weights, cache, room: fits
+    fits = fits and not splits and not reads_int8
+    return lambda scores, weights, cache, buffer: fits
 
 
 @compiled(fastmath=FASTMATH)
-def weigh_and_add(scores, rows, maximum, total, factors, weights, scales, b, b_at, sums, size):
+def softmax_and_add(scores, rows, maximum, total, factors, weights, scales, b, b_at, sums, size):
     """`softmax_step`, then the values of KV_TILE whole tokens from `b_at` on: sums [rows, size] =
     sums * factors + weights x scales x values. For more than ROWS rows."""
     lanes, stride = VECTORS * VECTOR_BYTES // scores.itemsize, weights.shape[1]
-    lines, flat, to = scores.reshape(-1), weights.reshape(-1), sums.reshape(-1)
+    lines, flat, target = scores.reshape(-1), weights.reshape(-1), sums.reshape(-1)
     for r in range(0, rows, ROWS):
         _raise_maxima(lines, maximum, factors, r, ROWS)
-    _weigh(lines, flat, maximum, total, factors, 0, ROWS, scales)
+    _softmax_weights(lines, flat, maximum, total, factors, 0, ROWS, scales)
     for r in range(0, rows, ROWS):
         done = 0
         if r + ROWS < rows:
-            _add_and_weigh(lines, flat, maximum, total, factors, r, b, b_at, to, size, scales)
+            _add_and_softmax(lines, flat, maximum, total, factors, r, b, b_at, target, size, scales)
             done = lanes
         if done < size:
             few_rows(
-                flat, r * stride, stride, b, b_at + done, size, KV_TILE, to, r * size + done, size,
-                factors, r, b_at, 0, rows - r, size - done, size - done, 0, 0,
+                flat, r * stride, stride, b, b_at + done, size, KV_TILE, target, r * size + done,
+                size, factors, r, b_at, 0, rows - r, size - done, size - done, 0, 0,
             )  # fmt: skip
 
 
 @specialize()
-def place_of_weights(scores, operand, cache):
-    """An array for the weights that are multiplied, with the dtype of the array `operand`. With
-    scales they differ from the weights that are summed."""
+def make_weights(scores, operand, cache):
+    """An array for the weights that are multiplied by values, with the dtype of `operand`. With
+    scales these differ from the weights that are summed, which replace the scores."""
     if operand.dtype == types.uint32:
         return lambda scores, operand, cache: zeros((len(scores), KV_TILE // 2), np.uint32)
     if cache.dtype == types.int8:

@@ -17,17 +17,17 @@ from nanoengine.kernels.jit import compiled
 from nanoengine.kernels.pool import PIECES
 
 ROW_TILE = 32  # rows of a task with few queries: queries times query heads of one KV head
-CHUNK_ROWS = 128  # the same for a chunk of a prompt: keys and values are read once for all of them
-TASKS_A_WORKER = 16  # for a chunk, if its rows allow: the imbalance is at most one task
-SPLIT = 256  # context tokens per task of a lone query tile; fixed, so results are too
+CHUNK_ROWS = 128  # rows of a task in a chunk of a prompt: they share each load of keys and values
+TASKS_PER_WORKER = 16  # for a chunk, if it has enough rows: the imbalance is at most one task
+SPLIT = 256  # context tokens per task of a single query tile; fixed, so that results are too
 
 # Columns of a task.
 SEQ, HEAD, QUERY, NUM_QUERIES, POSITION, KV_START, KV_STOP, PARTIAL = range(8)
 # Columns of a merge: its parts, and the tile to which they belong.
-FIRST, COUNT, OF_HEAD, OF_QUERY, OF_QUERIES = range(5)
+FIRST, COUNT, MERGE_HEAD, MERGE_QUERY, MERGE_QUERIES = range(5)
 
 
-@compiled(fastmath=FASTMATH, part=True)
+@compiled(fastmath=FASTMATH, inline=True)
 def _shared_splits(query_start, seq_lens, tables, block_size, window):
     """For each sequence the number of first splits whose blocks equal the previous sequence's.
 
@@ -47,33 +47,33 @@ def _shared_splits(query_start, seq_lens, tables, block_size, window):
     return shared
 
 
-@compiled(fastmath=FASTMATH, part=True)
-def _chunk_rows(query_start, wanted, queries_per_tile, num_heads, num_workers):
-    """Rows of a chunk's tasks: as many as are useful, and few enough for an even distribution."""
+@compiled(fastmath=FASTMATH, inline=True)
+def _chunk_rows(query_start, needed, queries_per_tile, num_heads, num_workers):
+    """Rows per task of a chunk: as many as are useful, and few enough for an even distribution."""
     total = 0
-    for s in range(len(wanted)):
+    for s in range(len(needed)):
         if query_start[s + 1] - query_start[s] > queries_per_tile:
-            total += max(0, wanted[s, 1] - wanted[s, 0]) * num_heads
+            total += max(0, needed[s, 1] - needed[s, 0]) * num_heads
     rows = CHUNK_ROWS
-    while rows > ROW_TILE and total < TASKS_A_WORKER * rows * num_workers:
+    while rows > ROW_TILE and total < TASKS_PER_WORKER * rows * num_workers:
         rows //= 2
     return rows
 
 
-@compiled(fastmath=FASTMATH, part=True)
-def _most_tasks(query_start, seq_lens, queries_per_tile, num_kv_heads):
+@compiled(fastmath=FASTMATH, inline=True)
+def _max_tasks(query_start, seq_lens, queries_per_tile, num_kv_heads):
     """Upper bounds of the tasks of a step, and of the splits of one of its sequences."""
     tasks, splits = 0, 1
     for s in range(len(seq_lens)):
         tiles = -(-(query_start[s + 1] - query_start[s]) // queries_per_tile)
-        of_context = seq_lens[s] // SPLIT + 2
-        tasks += num_kv_heads * max(tiles, of_context)
-        splits = max(splits, of_context)
+        context_splits = seq_lens[s] // SPLIT + 2
+        tasks += num_kv_heads * max(tiles, context_splits)
+        splits = max(splits, context_splits)
     return tasks, splits
 
 
-@compiled(fastmath=FASTMATH, part=True)
-def _share_out(tasks, group_size, shares):
+@compiled(fastmath=FASTMATH, inline=True)
+def _balance_tasks(tasks, group_size, shares):
     """Bounds [shares + 1] between shares of the tasks with about the same cost."""
     costs = zeros((len(tasks) + 1,), np.int64)
     for i in range(len(tasks)):
@@ -93,9 +93,9 @@ def _share_out(tasks, group_size, shares):
 
 @compiled(fastmath=FASTMATH)
 def plan_tasks(
-    query_start, seq_lens, wanted, tables, group_size, num_kv_heads, block_size, window, num_workers
+    query_start, seq_lens, needed, tables, group_size, num_kv_heads, block_size, window, num_workers
 ):
-    """Cuts a step into tasks of equal kind and distributes them by cost.
+    """Cuts a step into tasks and distributes them by cost.
 
     Neighbouring decodes with the same first blocks attend those splits in one task, with their
     queries as its rows: keys and values are read once for all of them. A split has the same tokens
@@ -104,7 +104,7 @@ def plan_tasks(
     Source: Juravsky et al., Hydragen (arXiv 2402.05099), for attending a shared prefix at once.
 
     Args:
-        wanted: [S, 2]: the range (first, end) of a chunk's queries whose results are needed; the
+        needed: [S, 2]: the range (first, end) of a chunk's queries whose results are needed; the
             others get no result.
 
     Returns:
@@ -113,41 +113,41 @@ def plan_tasks(
         A merge joins the rows of `parts[first : first + count]`, rows of the partial buffers.
     """
     queries_per_tile = max(1, ROW_TILE // group_size)
-    room = max(ROW_TILE, group_size)
-    of_chunks = _chunk_rows(
-        query_start, wanted, queries_per_tile, group_size * num_kv_heads, num_workers
+    partial_rows = max(ROW_TILE, group_size)
+    chunk_rows = _chunk_rows(
+        query_start, needed, queries_per_tile, group_size * num_kv_heads, num_workers
     )
     shared = _shared_splits(query_start, seq_lens, tables, block_size, window)
-    count, most_splits = _most_tasks(query_start, seq_lens, queries_per_tile, num_kv_heads)
+    count, max_splits = _max_tasks(query_start, seq_lens, queries_per_tile, num_kv_heads)
     tasks = empty((count, 8), np.int64)
     merges = empty((count, 5), np.int64)
     parts = empty((count,), np.int64)
-    leader = zeros((most_splits,), np.int64)  # the sequence that began the shared task
-    begun = zeros((num_kv_heads, most_splits), np.int64)  # where its rows begin
+    leader = zeros((max_splits,), np.int64)  # the sequence that began the shared task
+    first_rows = zeros((num_kv_heads, max_splits), np.int64)  # where its rows begin
     num_tasks, num_merges, num_parts, num_partials = 0, 0, 0, 0
     for s in range(len(seq_lens)):
         n = query_start[s + 1] - query_start[s]
-        first, last, most = 0, n, queries_per_tile
+        first, last, per_task = 0, n, queries_per_tile
         if n > queries_per_tile:
-            first, last, most = wanted[s, 0], wanted[s, 1], max(1, of_chunks // group_size)
+            first, last, per_task = needed[s, 0], needed[s, 1], max(1, chunk_rows // group_size)
         for head in range(num_kv_heads):
-            for query in range(first, last, most):
-                num_queries = min(most, last - query)
+            for query in range(first, last, per_task):
+                num_queries = min(per_task, last - query)
                 position = seq_lens[s] - n + query
                 start, stop = max(0, position - window + 1), position + num_queries
-                # Why: a lone tile is split over its context, so that one sequence keeps all cores
+                # Why: a single tile is split over its context, so that one sequence keeps all cores
                 # busy. Chunks of many tiles are not: their partial sums would fill the memory.
                 split = SPLIT if n <= queries_per_tile else stop
                 first_split = start // split
                 num_splits = -(-stop // split) - first_split
                 if num_splits > 1:
                     merge = merges[num_merges]
-                    merge[FIRST], merge[COUNT], merge[OF_HEAD] = num_parts, num_splits, head
-                    merge[OF_QUERY], merge[OF_QUERIES] = query_start[s] + query, num_queries
+                    merge[FIRST], merge[COUNT], merge[MERGE_HEAD] = num_parts, num_splits, head
+                    merge[MERGE_QUERY], merge[MERGE_QUERIES] = query_start[s] + query, num_queries
                     num_merges += 1
                 for i in range(first_split, first_split + num_splits):
                     if i < shared[s] and s - leader[i] < queries_per_tile:
-                        parts[num_parts] = begun[head, i] + (s - leader[i]) * group_size
+                        parts[num_parts] = first_rows[head, i] + (s - leader[i]) * group_size
                         num_parts += 1
                         continue
                     task = tasks[num_tasks]
@@ -159,19 +159,19 @@ def plan_tasks(
                     num_tasks += 1
                     if num_splits > 1:
                         task[PARTIAL] = num_partials
-                        parts[num_parts] = num_partials * room
+                        parts[num_parts] = num_partials * partial_rows
                         num_parts += 1
                         if n == 1:
-                            begun[head, i] = num_partials * room
-                            together = 1
-                            while together < queries_per_tile and shared[s + together] > i:
-                                together += 1
-                            if together > 1:  # the whole split precedes each of the queries
-                                task[NUM_QUERIES], task[POSITION] = together, task[KV_STOP]
+                            first_rows[head, i] = num_partials * partial_rows
+                            num_together = 1
+                            while num_together < queries_per_tile and shared[s + num_together] > i:
+                                num_together += 1
+                            if num_together > 1:  # the whole split precedes each of the queries
+                                task[NUM_QUERIES], task[POSITION] = num_together, task[KV_STOP]
                         num_partials += 1
-        for i in range(most_splits):  # after all heads, which share one leader
+        for i in range(max_splits):  # after all heads, which share one leader
             if i >= shared[s] or s - leader[i] >= queries_per_tile:
                 leader[i] = s
     tasks = tasks[:num_tasks]
-    bounds = _share_out(tasks, group_size, num_workers * PIECES)
+    bounds = _balance_tasks(tasks, group_size, num_workers * PIECES)
     return tasks, bounds, merges[:num_merges], parts[:num_parts], num_partials

@@ -1,4 +1,4 @@
-"""Values of 4-bit codes that are not evenly spaced. Nothing is loaded with it.
+"""Values of 4-bit codes that are not evenly spaced. This file imports nothing.
 
 Source: kvalues_iq4nl of ggml-common.h; OCP Microscaling Formats (MX) v1.0, section 5.3.3.
 """

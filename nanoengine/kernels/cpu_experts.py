@@ -1,5 +1,5 @@
-"""Mixture of experts on the CPU as one call: route, sort rows by expert, multiply, add up, and add
-the output of a shared expert.
+"""Mixture of experts on the CPU as one call: routing, sorting rows by expert, two products, the sum
+per token, and a shared expert.
 
     hidden [T, N] ─ router ─ choose k experts each ─┐
     rows sorted by expert [T k, N] ◄────────────────┘
@@ -28,17 +28,17 @@ import numpy as np
 
 from nanoengine.kernels.arrays import empty, zeros
 from nanoengine.kernels.cpu_layers import gate
-from nanoengine.kernels.cpu_linear import as_read, linear
+from nanoengine.kernels.cpu_linear import linear, native_weight
 from nanoengine.kernels.exp import exp
 from nanoengine.kernels.gemm import PANEL
 from nanoengine.kernels.jit import compiled, specialize
-from nanoengine.kernels.matmul import as_multiplied, multiply, multiply_panels
+from nanoengine.kernels.matmul import matmul, matmul_panels, to_operand
 from nanoengine.kernels.pool import parallel_for
 
-READING = 6  # rows that could be multiplied with a panel while it is read
-# Sorted rows at a time. Why: the intermediate results then stay in the cache, and the C library
+READ_COST = 6  # rows: reading a panel takes as long as multiplying it with so many rows
+# Sorted rows per batch. Why few: the intermediate results stay in the cache, and the C library
 # reuses its memory, so that the system does not map new pages each time.
-MOST_ROWS = 512
+MAX_ROWS = 512
 SMALL = 16384  # elements; about 4 us of work, twice the cost of a parallel region
 ROUTED = 512  # scores; about as much work
 
@@ -48,10 +48,10 @@ FASTMATH = ("nsz",)
 
 
 @specialize()
-def of_expert(weight, e):
-    """One expert's weight, in the form that its kernel reads."""
+def expert_weight(weight, e):
+    """The weight of expert e, in the form that its kernel reads."""
     forms = {
-        2: lambda weight, e: (as_read(weight[0][0][e * weight[1][0] :]),
+        2: lambda weight, e: (native_weight(weight[0][0][e * weight[1][0] :]),
                               weight[0][1][e * weight[1][1] :]),
         3: lambda weight, e: (weight[0][0][e * weight[1][0] :], weight[0][1][e * weight[1][1] :],
                               weight[0][2][e * weight[1][2] :]),
@@ -62,55 +62,54 @@ def of_expert(weight, e):
     return forms[len(weight[0])]
 
 
-@compiled(fastmath=FASTMATH, part=True)
+@compiled(fastmath=FASTMATH, inline=True)
 def _panels_before(edge, start, cost, panels):
-    """How many of an expert's panels, which all have this cost, begin before an edge of the
-    shares."""
+    """How many of an expert's panels, each with this cost, begin before an edge of the shares."""
     return min(max((edge - start + cost - 1) // cost, 0), panels)
 
 
 @compiled(fastmath=FASTMATH)
-def _multiply_part(inputs, weight, starts, out, begin, end):
-    """`_multiply` for the panels that begin between two points of the total cost."""
+def _matmul_part(inputs, weight, starts, out, begin, end):
+    """`_matmul` for the panels that begin between two points of the total cost."""
     panels, at = out.shape[1] // PANEL, 0
     for expert in range(len(starts) - 1):
         first, last = starts[expert], starts[expert + 1]
         if first == last:
             continue
-        cost = last - first + READING
+        cost = last - first + READ_COST
         lo = _panels_before(begin, at, cost, panels)
         hi = _panels_before(end, at, cost, panels)
         if lo < hi:
-            own = of_expert(weight, expert)
-            multiply_panels(inputs, first, last, own, 0, out[first:last], lo, hi)
+            expert_panels = expert_weight(weight, expert)
+            matmul_panels(inputs, first, last, expert_panels, 0, out[first:last], lo, hi)
         at += panels * cost
 
 
 @compiled(fastmath=FASTMATH)
-def _multiply(inputs, weight, starts, out, num_workers):
+def _matmul(inputs, weight, starts, out, num_workers):
     """out[R, outputs] = each row times its expert's weight; `starts` has the experts' first
     rows."""
     panels, total = out.shape[1] // PANEL, 0
     for expert in range(len(starts) - 1):
         rows = starts[expert + 1] - starts[expert]
         if rows:
-            total += panels * (rows + READING)
-    parallel_for(_multiply_part, total, num_workers, (inputs, weight, starts, out))
+            total += panels * (rows + READ_COST)
+    parallel_for(_matmul_part, total, num_workers, (inputs, weight, starts, out))
 
 
-@compiled(fastmath=FASTMATH, part=True)
+@compiled(fastmath=FASTMATH, inline=True)
 def _softmax(row):
-    most, total = row[0], row.dtype.type(0)
+    largest, total = row[0], row.dtype.type(0)
     for i in range(1, len(row)):
-        most = row[i] if row[i] > most else most
+        largest = row[i] if row[i] > largest else largest
     for i in range(len(row)):
-        row[i] = exp(row[i] - most)
+        row[i] = exp(row[i] - largest)
         total += row[i]
     for i in range(len(row)):
         row[i] /= total
 
 
-@compiled(fastmath=FASTMATH, part=True)
+@compiled(fastmath=FASTMATH, inline=True)
 def _sigmoid(row):
     one = row.dtype.type(1)
     for i in range(len(row)):
@@ -118,10 +117,10 @@ def _sigmoid(row):
         row[i] = (one if row[i] >= 0 else e) / (one + e)
 
 
-@compiled(fastmath=FASTMATH, part=True)
-def _keep_best_groups(preferred, groups, kept, compared):
-    """Sets scores to -inf outside the `kept` best groups. Groups are compared by the sum of their
-    best scores; `compared` says how many of these: 1 or 2."""
+@compiled(fastmath=FASTMATH, inline=True)
+def _mask_groups(preferred, groups, top_groups, compared):
+    """Sets scores to -inf outside the `top_groups` best groups. Groups are compared by the sum of
+    their `compared` (1 or 2) best scores."""
     size, lowest = len(preferred) // groups, -np.inf
     sums = empty((groups,), preferred.dtype)
     for g in range(groups):
@@ -133,12 +132,12 @@ def _keep_best_groups(preferred, groups, kept, compared):
                 second = x
         sums[g] = first + second if compared == 2 else first
     chosen = zeros((groups,), np.bool_)
-    for _ in range(kept):
-        most = -1
+    for _ in range(top_groups):
+        best = -1
         for g in range(groups):
-            if not chosen[g] and (most < 0 or sums[g] > sums[most]):
-                most = g
-        chosen[most] = True
+            if not chosen[g] and (best < 0 or sums[g] > sums[best]):
+                best = g
+        chosen[best] = True
     for g in range(groups):
         if not chosen[g]:
             preferred[g * size : (g + 1) * size] = lowest
@@ -146,8 +145,8 @@ def _keep_best_groups(preferred, groups, kept, compared):
 
 @compiled(fastmath=FASTMATH)
 def _route(logits, correction, routing, ids, weights, lo, hi):
-    sigmoid, groups, kept, compared, normalized, least, epsilon, factor = routing
-    num_experts, taken = logits.shape[1], ids.shape[1]
+    sigmoid, groups, top_groups, compared, normalized, min_sum, epsilon, factor = routing
+    num_experts, top_k = logits.shape[1], ids.shape[1]
     preferred = empty((num_experts,), logits.dtype)
     for t in range(lo, hi):
         scores, total = logits[t], logits.dtype.type(0)
@@ -158,16 +157,16 @@ def _route(logits, correction, routing, ids, weights, lo, hi):
         for e in range(num_experts):
             preferred[e] = scores[e] + correction[e] if len(correction) else scores[e]
         if groups > 1:
-            _keep_best_groups(preferred, groups, kept, compared)
-        for i in range(taken):
+            _mask_groups(preferred, groups, top_groups, compared)
+        for i in range(top_k):
             best = 0
             for e in range(1, num_experts):
                 best = e if preferred[e] > preferred[best] else best
             ids[t, i], weights[t, i] = best, scores[best]
             total += scores[best]
             preferred[best] = -np.inf
-        total = (least if total < least else total) + epsilon
-        for i in range(taken):
+        total = (min_sum if total < min_sum else total) + epsilon
+        for i in range(top_k):
             weights[t, i] = (weights[t, i] / total if normalized else weights[t, i]) * factor
 
 
@@ -175,8 +174,8 @@ def _route(logits, correction, routing, ids, weights, lo, hi):
 def route(logits, correction, routing, ids, weights, num_workers):
     """ids, weights [T, k]: the experts with the largest scores, and these scores; see `Router`.
 
-    logits: [T, E], become scores. Of equals the first is chosen. The other arguments are as in
-    `mixture`.
+    logits: [T, E], which become scores. Of equal scores the first is chosen. The other arguments
+    are as in `mixture`.
     """
     operands = logits, correction, routing, ids, weights
     parallel_for(_route, len(logits), 1 if logits.size <= ROUTED else num_workers, operands)
@@ -192,61 +191,62 @@ def _sorted_by_expert(ids, num_experts):
         starts[e + 1] += 1
     for e in range(num_experts):
         starts[e + 1] += starts[e]
-    place = starts.copy()
+    next_row = starts.copy()
     for i in range(len(flat)):
-        order[place[flat[i]]] = i
-        place[flat[i]] += 1
+        order[next_row[flat[i]]] = i
+        next_row[flat[i]] += 1
     return order, starts
 
 
 @compiled(fastmath=FASTMATH)
-def _gather(x, order, taken, out, lo, hi):
+def _gather(x, order, top_k, out, lo, hi):
     for r in range(lo, hi):
-        source, row = x[order[r] // taken], out[r]
+        source, row = x[order[r] // top_k], out[r]
         for i in range(len(row)):
             row[i] = source[i]
 
 
 @compiled(fastmath=FASTMATH)
-def gather(x, order, taken, num_workers):
+def gather(x, order, top_k, num_workers):
     """[R, K]: the rows of x [T, K] that belong to the tokens of the indices `order`."""
     out = empty((len(order), x.shape[1]), x.dtype)
     workers = 1 if out.size <= SMALL else num_workers
-    parallel_for(_gather, len(out), workers, (x, order, taken, out))
+    parallel_for(_gather, len(out), workers, (x, order, top_k, out))
     return out
 
 
 @specialize()
-def gathered(inputs, order, taken, workers):
-    """`gather` of each array of `as_multiplied`. Why not before it: a token has k equal rows."""
+def gather_all(inputs, order, top_k, workers):
+    """`gather` of each array of a `to_operand`. Why after the conversion: a token has k equal
+    rows."""
     if len(inputs) == 0:
-        return lambda inputs, order, taken, workers: ()
-    return lambda inputs, order, taken, workers: (
-        gather(inputs[0], order, taken, workers), *gathered(inputs[1:], order, taken, workers)
+        return lambda inputs, order, top_k, workers: ()
+    return lambda inputs, order, top_k, workers: (
+        gather(inputs[0], order, top_k, workers), *gather_all(inputs[1:], order, top_k, workers)
     )  # fmt: skip
 
 
 @compiled(fastmath=FASTMATH)
-def _add(results, order, taken, weights, out, lo, hi):
+def _add(results, order, top_k, weights, out, lo, hi):
     flat = weights.reshape(-1)
     for r in range(len(results)):
-        row, result, weight = out[order[r] // taken], results[r], flat[order[r]]
+        row, result, weight = out[order[r] // top_k], results[r], flat[order[r]]
         for i in range(lo, hi):
             row[i] += result[i] * weight
 
 
 @compiled(fastmath=FASTMATH)
-def add(results, order, taken, weights, out, num_workers):
+def add(results, order, top_k, weights, out, num_workers):
     """out[token] += weight * result, in the order of the rows."""
     workers = 1 if results.size <= SMALL else num_workers
-    parallel_for(_add, out.shape[1], workers, (results, order, taken, weights, out))
+    parallel_for(_add, out.shape[1], workers, (results, order, top_k, weights, out))
 
 
 @compiled(fastmath=FASTMATH)
-def _end_of_part(starts, first):
-    """End of the rows that are multiplied together from `first` on: the end of an expert, or a
-    point within an expert that has more rows."""
-    last, expert = first + MOST_ROWS, len(starts) - 1
+def _batch_end(starts, first):
+    """End of the batch of rows that begins at `first`: the end of an expert's rows, or MAX_ROWS
+    later within an expert that has more rows."""
+    last, expert = first + MAX_ROWS, len(starts) - 1
     while starts[expert] > last:
         expert -= 1
     return starts[expert] if starts[expert] > first else last
@@ -258,25 +258,25 @@ def add_experts(x, ids, weights, gate_up, down, num_experts, inner, activation, 
 
     x: [T, N]; ids, weights: [T, k]; gate_up, down: weights of [2 I, N] and [N, I] of all experts.
     """
-    taken = ids.shape[1]
+    top_k = ids.shape[1]
     order, starts = _sorted_by_expert(ids, num_experts)
-    inputs, last = as_multiplied(x, gate_up[0], num_workers), 0
+    inputs, last = to_operand(x, gate_up[0], num_workers), 0
     while last < len(order):
-        first, last = last, _end_of_part(starts, last)
-        part = order[first:last]
-        edges = np.minimum(np.maximum(starts - first, 0), len(part))
-        results = empty((len(part), x.shape[1]), x.dtype)
-        both = empty((len(part), 2 * inner), x.dtype)
-        gated = empty((len(part), inner), x.dtype)
-        rows = gathered(inputs, part, taken, num_workers)
-        _multiply(rows, gate_up, edges, both, num_workers)
-        gate(both, activation, gated, num_workers)
-        _multiply(as_multiplied(gated, down[0], num_workers), down, edges, results, num_workers)
-        add(results, part, taken, weights, out, num_workers)
+        first, last = last, _batch_end(starts, last)
+        batch = order[first:last]
+        edges = np.minimum(np.maximum(starts - first, 0), len(batch))
+        results = empty((len(batch), x.shape[1]), x.dtype)
+        gate_up_out = empty((len(batch), 2 * inner), x.dtype)
+        gated = empty((len(batch), inner), x.dtype)
+        rows = gather_all(inputs, batch, top_k, num_workers)
+        _matmul(rows, gate_up, edges, gate_up_out, num_workers)
+        gate(gate_up_out, activation, gated, num_workers)
+        _matmul(to_operand(gated, down[0], num_workers), down, edges, results, num_workers)
+        add(results, batch, top_k, weights, out, num_workers)
 
 
 @compiled(fastmath=FASTMATH)
-def _add_weighed(results, scores, out, lo, hi):
+def _add_weighted(results, scores, out, lo, hi):
     for t in range(lo, hi):
         row, result, score = out[t], results[t], scores[t, 0]
         for i in range(len(row)):
@@ -292,7 +292,7 @@ def score_rows(x, gate, scores, workers):
             scores[t, 0] = 1
 
     def sigmoids(x, gate, scores, workers):
-        multiply(x, gate, scores, workers)
+        matmul(x, gate, scores, workers)
         _sigmoid(scores.reshape(-1))
 
     return sigmoids if len(gate) else ones
@@ -305,19 +305,19 @@ def add_shared(x, shared, out, workers):
     if len(shared) == 0:
         return lambda x, shared, out, workers: None
 
-    def added(x, shared, out, workers):
+    def add_output(x, shared, out, workers):
         gate_up, down, inner, activation, gate_of_rows = shared
-        both, gated = empty((len(x), 2 * inner), x.dtype), empty((len(x), inner), x.dtype)
+        gate_up_out, gated = empty((len(x), 2 * inner), x.dtype), empty((len(x), inner), x.dtype)
         results, scores = empty(x.shape, x.dtype), empty((len(x), 1), x.dtype)
-        multiply(x, gate_up, both, workers)
-        gate(both, activation, gated, workers)
-        multiply(gated, down, results, workers)
+        matmul(x, gate_up, gate_up_out, workers)
+        gate(gate_up_out, activation, gated, workers)
+        matmul(gated, down, results, workers)
         score_rows(x, gate_of_rows, scores, workers)
         parallel_for(
-            _add_weighed, len(x), 1 if x.size <= SMALL else workers, (results, scores, out)
+            _add_weighted, len(x), 1 if x.size <= SMALL else workers, (results, scores, out)
         )
 
-    return added
+    return add_output
 
 
 @compiled(fastmath=FASTMATH)
@@ -327,17 +327,17 @@ def mixture(x, router, correction, routing, gate_up, down, sizes, shared, out, n
     Args:
         router: panels and bias of its linear layer.
         correction: [E], or empty.
-        routing: whether scores are sigmoids; groups, how many each token keeps, and how many
-            experts of each are compared; whether weights are divided by their sum, the minimum of
-            that sum, and what is added to it; a factor on the weights.
+        routing: whether scores are sigmoids; the number of groups, how many of them each token
+            keeps, and by how many experts they are compared; whether weights are divided by their
+            sum, the minimum of this sum, and an epsilon added to it; a factor on the weights.
         sizes: E, k, I, and the index of the activation in `cpu_layers.GATES`.
         shared: (), or for an expert that every token uses: the weights of [2 J, N] and [N, J], J,
             the index of the activation, and the weight of [1, N] whose output gates it, or ().
     """
-    num_experts, taken, inner, activation = sizes
+    num_experts, top_k, inner, activation = sizes
     logits = empty((len(x), num_experts), x.dtype)
     linear(x, router[0], router[1], logits, num_workers)
-    ids, weights = empty((len(x), taken), np.int64), empty((len(x), taken), x.dtype)
+    ids, weights = empty((len(x), top_k), np.int64), empty((len(x), top_k), x.dtype)
     route(logits, correction, routing, ids, weights, num_workers)
     out[:] = 0
     add_experts(x, ids, weights, gate_up, down, num_experts, inner, activation, out, num_workers)

@@ -12,14 +12,14 @@ from nanoengine.kernels.jit import compiled
 from nanoengine.kernels.pool import SMALL, parallel_for
 
 
-@compiled(fastmath=FASTMATH, part=True)
+@compiled(fastmath=FASTMATH, inline=True)
 def _sigmoid(x, one):
     e = exp(-abs(x))
     return (one if x >= 0 else e) / (one + e)
 
 
 @compiled(fastmath=FASTMATH)
-def _weigh_rows(attended, gates, count, lo, hi):
+def _apply_gates(attended, gates, count, lo, hi):
     width, one = attended.shape[1] // count, attended.dtype.type(1)
     for t in range(lo, hi):
         row, gate = attended[t], gates[t]
@@ -28,14 +28,14 @@ def _weigh_rows(attended, gates, count, lo, hi):
                 row[i] *= _sigmoid(gate[i], one)
         else:
             for head in range(count):
-                weight, numbers = _sigmoid(gate[head], one), row[head * width :]
+                weight, head_values = _sigmoid(gate[head], one), row[head * width :]
                 for i in range(width):
-                    numbers[i] *= weight
+                    head_values[i] *= weight
 
 
 @compiled(fastmath=FASTMATH)
-def weigh_rows(attended, gates, count, workers):
+def apply_gates(attended, gates, count, workers):
     """In place: multiplies attended [T, H * D] by the sigmoids of the first `count` columns of
     `gates`: H * D, or H."""
     workers = 1 if attended.size <= SMALL else workers
-    parallel_for(_weigh_rows, len(attended), workers, (attended, gates, count))
+    parallel_for(_apply_gates, len(attended), workers, (attended, gates, count))

@@ -16,21 +16,21 @@ import numpy as np
 from llvmlite import ir
 
 from nanoengine.kernels.arrays import empty
-from nanoengine.kernels.attention_microkernels import strips
+from nanoengine.kernels.attention_microkernels import loop_vectors
 from nanoengine.kernels.cpu_attention import store_head
-from nanoengine.kernels.emit import writes
+from nanoengine.kernels.emit import emit_intrinsic
 from nanoengine.kernels.exp import exp
 from nanoengine.kernels.jit import compiled
 from nanoengine.kernels.pool import SMALL, parallel_for
 
 # Why no "nnan" and "ninf": a NaN in one row must come out as NaN, there and only there.
 FASTMATH = ("reassoc", "contract", "nsz")
-NO_NORM, EACH_HEAD, TOGETHER, FACTORS = 0, 1, 2, 3  # how query and key heads are normed
-# Why numpy's: numba compiles a function once more for each literal.
-ADDS, ALONE = np.bool_(True), np.bool_(False)
+NO_NORM, EACH_HEAD, ALL_HEADS, FACTORS_ONLY = 0, 1, 2, 3  # how query and key heads are normed
+# Why not Python's: numba would compile a function for each literal.
+ADD_RESIDUAL, NO_RESIDUAL = np.bool_(True), np.bool_(False)
 
 
-@compiled(fastmath=FASTMATH, part=True)
+@compiled(fastmath=FASTMATH, inline=True)
 def _scale_of_row(row, eps):
     """1 / sqrt(mean of squares + eps)."""
     total = row.dtype.type(0)
@@ -39,7 +39,7 @@ def _scale_of_row(row, eps):
     return row.dtype.type(1) / np.sqrt(total / row.dtype.type(len(row)) + eps)
 
 
-@compiled(fastmath=FASTMATH, part=True)
+@compiled(fastmath=FASTMATH, inline=True)
 def _silu_row(gate, up, out):
     one = out.dtype.type(1)
     for i in range(len(out)):
@@ -48,7 +48,7 @@ def _silu_row(gate, up, out):
         out[i] = (x if x >= 0 else x * e) / (one + e) * up[i]
 
 
-@compiled(fastmath=FASTMATH, part=True)
+@compiled(fastmath=FASTMATH, inline=True)
 def _gelu_tanh_row(gate, up, out):
     real = out.dtype.type
     one, half, two = real(1), real(0.5), real(2)
@@ -60,7 +60,7 @@ def _gelu_tanh_row(gate, up, out):
         out[i] = half * x * (one + np.copysign((one - e) / (one + e), t)) * up[i]
 
 
-@compiled(fastmath=FASTMATH, part=True)
+@compiled(fastmath=FASTMATH, inline=True)
 def _clamped_swiglu_row(gate, up, out):
     real = out.dtype.type
     one, slope, limit = real(1), real(1.702), real(7)
@@ -73,10 +73,10 @@ def _clamped_swiglu_row(gate, up, out):
 
 
 GATES = {"silu": 0, "gelu_pytorch_tanh": 1, "clamped_swiglu": 2}
-"""Activation -> its `kind` in `gate`."""
+"""Maps the name of an activation to its `kind` in `gate`."""
 
 
-@compiled(fastmath=FASTMATH, part=True)
+@compiled(fastmath=FASTMATH, inline=True)
 def norm_row(x, weight, eps, out):
     scale = _scale_of_row(x, eps)
     for i in range(len(x)):
@@ -84,9 +84,9 @@ def norm_row(x, weight, eps, out):
 
 
 @compiled(fastmath=FASTMATH)
-def _norm_rows(x, residual, adds, weight, eps, out, lo, hi):
+def _norm_rows(x, residual, add_residual, weight, eps, out, lo, hi):
     for t in range(lo, hi):
-        if adds:
+        if add_residual:
             row, added = residual[t], x[t]
             for i in range(len(row)):
                 row[i] += added[i]
@@ -96,12 +96,13 @@ def _norm_rows(x, residual, adds, weight, eps, out, lo, hi):
 
 
 @compiled(fastmath=FASTMATH)
-def rms_norm(x, residual, adds, weight, eps, out, workers):
+def rms_norm(x, residual, add_residual, weight, eps, out, workers):
     """out[t] = x[t] / rms(x[t]) * weight; all [T, N], weight [N]; out may be x.
 
-    adds: ADDS: residual += x in place, and the residual is normed; or ALONE.
+    add_residual: ADD_RESIDUAL: residual += x in place, and the residual is normed; NO_RESIDUAL: x
+    is normed.
     """
-    operands = x, residual, adds, weight, eps, out
+    operands = x, residual, add_residual, weight, eps, out
     parallel_for(_norm_rows, len(x), 1 if x.size <= SMALL else workers, operands)
 
 
@@ -130,29 +131,30 @@ def gate(gate_up, kind, out, workers):
     parallel_for(_gate_rows, len(out), workers, (gate_up, kind, out))
 
 
-@writes()
-def _rotate(emit, x, at, table, table_at, weight, weight_at, scale, normed, half, out, out_at):
-    """Norms one head by its scale, if `normed`, and applies RoPE to pairs (x[i], x[i + D / 2])."""
+@emit_intrinsic()
+def _apply_rope(emit, x, at, table, table_at, weight, weight_at, scale, normed, half, out, out_at):
+    """Multiplies one head by the norm's scale and weight, if `normed`, and applies RoPE to pairs
+    (x[i], x[i + D / 2])."""
     builder = emit.builder
     source, angles, weights, scale, normed, half, target = emit.operands(
         x, at, table, table_at, weight, weight_at, scale, normed, half, out, out_at
     )
 
     def rotate(tile, i):
-        def both(pointer):
+        def load_halves(pointer):
             return tile.load(tile.at(pointer, i)), tile.load(tile.at(pointer, i, half))
 
-        numbers, factors, (cos, sin) = both(source), both(weights), both(angles)
-        scaled = (builder.fmul(number, tile.splat(scale)) for number in numbers)
+        values, factors, (cos, sin) = load_halves(source), load_halves(weights), load_halves(angles)
+        scaled = (builder.fmul(value, tile.splat(scale)) for value in values)
         u, v = (
-            builder.select(builder.trunc(normed, ir.IntType(1)), builder.fmul(of, by), number)
-            for of, by, number in zip(scaled, factors, numbers, strict=True)
+            builder.select(builder.trunc(normed, ir.IntType(1)), builder.fmul(a, b), value)
+            for a, b, value in zip(scaled, factors, values, strict=True)
         )
         first = tile.fma(u, cos, builder.fneg(builder.fmul(v, sin)))
         tile.store(first, tile.at(target, i))
         tile.store(tile.fma(v, cos, builder.fmul(u, sin)), tile.at(target, i, half))
 
-    strips(emit, emit.kinds.x, half, rotate)
+    loop_vectors(emit, emit.kinds.x, half, rotate)
 
 
 @compiled(fastmath=FASTMATH)
@@ -165,13 +167,13 @@ def _rotate_tokens(heads, table, weight, eps, normed, slots, k_cache, v_cache, q
     for t in range(lo, hi):
         for h in range(num_heads + num_kv_heads):
             at = t * columns + first + h * head_dim
-            if normed == EACH_HEAD or (normed == TOGETHER and h in (0, num_heads)):
+            if normed == EACH_HEAD or (normed == ALL_HEADS and h in (0, num_heads)):
                 count = 1 if normed == EACH_HEAD else num_kv_heads if h else num_heads
                 scale = _scale_of_row(row[at : at + count * head_dim], eps)
-            out, place = (queries, (t * num_heads + h) * head_dim) if h < num_heads else (key, 0)
-            _rotate(
+            out, out_at = (queries, (t * num_heads + h) * head_dim) if h < num_heads else (key, 0)
+            _apply_rope(
                 row, at, angles, t * head_dim, weights, h * head_dim, scale, normed != NO_NORM,
-                head_dim // 2, out, place,
+                head_dim // 2, out, out_at,
             )  # fmt: skip
             if h >= num_heads:
                 value = row[at + num_kv_heads * head_dim :][:head_dim]
@@ -188,8 +190,8 @@ def rotate_and_store(
         heads: [T, H + 2 K, D], query, key and value heads; or [T, columns], which end with these.
         table: [T, D], cos then sin of each token's angles.
         weight: [H + K, D], not read with NO_NORM.
-        normed: NO_NORM; EACH_HEAD; TOGETHER: all query heads as one row, and all key heads;
-            FACTORS: heads are multiplied by the weight and not normed.
+        normed: NO_NORM; EACH_HEAD; ALL_HEADS: all query heads as one row, and all key heads as one;
+            FACTORS_ONLY: heads are multiplied by the weight and not normed.
         slots: [T] int64; k_blocks, v_blocks: contiguous, [B, K, P, D], see `cpu_attention`.
         sizes: (H, K, D, P).
     """

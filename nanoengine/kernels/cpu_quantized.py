@@ -22,10 +22,10 @@ import numpy as np
 
 from nanoengine.kernels.arrays import empty, zeros
 from nanoengine.kernels.code_tables import GROUP
-from nanoengine.kernels.cpu_linear import keep_outputs, row_parts
+from nanoengine.kernels.cpu_linear import copy_outputs, row_parts
 from nanoengine.kernels.gemm import LINE, PANEL
 from nanoengine.kernels.int8_gemm import (
-    OF_GROUP,
+    GROUP_INTS,
     UNIT,
     multiply8,
     quantize_rotated_group,
@@ -38,10 +38,8 @@ from nanoengine.kernels.pool import parallel_for, share_of
 
 ROWS8, PANELS8 = max(shapes8(CURRENT))
 ROW_BLOCK = 128  # rows per panel before the next panel
-FEW = 8  # rows quantized by the calling thread
-# The rows of one tile read panel after panel, the fastest order for memory, and prefetch this far
-# ahead.
-AHEAD = 16384  # bytes
+FEW_ROWS = 8  # rows quantized by the calling thread
+AHEAD = 16384  # bytes between read and prefetch, if one tile has all rows and reads panels in order
 
 # Why no "nnan" and "ninf": a row with NaN or infinity must come out as NaN, there and only there.
 FASTMATH = ("contract", "nsz")
@@ -49,17 +47,17 @@ FASTMATH = ("contract", "nsz")
 
 @compiled(fastmath=FASTMATH)
 def _quantize_groups(x, values, groups, lo, hi):
-    rotated = OF_GROUP * x.shape[1] == GROUP * groups.shape[1]
+    rotated = GROUP_INTS * x.shape[1] == GROUP * groups.shape[1]
     for t in range(lo, hi):
         row, row_values, row_groups = x[t], values[t], groups[t]
-        for group in range(len(row_groups) // OF_GROUP):
-            at = group * OF_GROUP
+        for group in range(len(row_groups) // GROUP_INTS):
+            at = group * GROUP_INTS
             if rotated:
-                place = group * GROUP
-                quantize_rotated_group(row, place, row_values, place, row_groups, at)
+                x_at = group * GROUP
+                quantize_rotated_group(row, x_at, row_values, x_at, row_groups, at)
             else:
-                place = group * UNIT
-                quantize_unit(row, place, row_values, place, row_groups, at)
+                x_at = group * UNIT
+                quantize_unit(row, x_at, row_values, x_at, row_groups, at)
 
 
 @compiled(fastmath=FASTMATH)
@@ -72,17 +70,17 @@ def quantize_groups(x, size, num_workers):
 
     Returns:
         values: int8 [T, K padded to whole groups].
-        groups: int32 [T, 4 * groups], four numbers per group: -8 times the sum of its values, the
+        groups: int32 [T, 4 * groups], four integers per group: -8 times the sum of its values, the
             same for its two halves, and the bits of its float32 scale. If the group contains NaN or
             infinity, the scale is NaN and the values are 0.
     """
     num_rows, count = len(x), -(-x.shape[1] // size)
     values = empty((num_rows, count * size), np.int8)
-    groups = empty((num_rows, OF_GROUP * count), np.int32)
+    groups = empty((num_rows, GROUP_INTS * count), np.int32)
     if x.shape[1] < count * size:
         unpadded, x = x, zeros((num_rows, count * size), np.float32)
         x[:, : unpadded.shape[1]] = unpadded
-    workers = 1 if num_rows <= FEW else num_workers
+    workers = 1 if num_rows <= FEW_ROWS else num_workers
     parallel_for(_quantize_groups, num_rows, workers, (x, values, groups))
     return values, groups
 
@@ -91,11 +89,11 @@ def quantize_groups(x, size, num_workers):
 def linear8_panels(values, x_groups, w, w_scales, bias, out, lo, hi):
     """`linear8` of quantized rows for the outputs of panels lo ... hi - 1: one worker's share.
 
-    Rows are divided into tiles as equal as possible. Each tile prefetches its share of the next
+    Rows are divided into tiles as equally as possible. Each tile prefetches its share of the next
     panels, so that memory is always busy.
     """
     (num_rows, size), num_outputs, groups = values.shape, out.shape[1], values.shape[1] // GROUP
-    x, flat, step, turns = values.reshape(-1), out.reshape(-1), PANEL * size, size // 4
+    x, flat, step, steps = values.reshape(-1), out.reshape(-1), PANEL * size, size // 4
     flat_groups = x_groups.reshape(-1)
     few = num_rows <= ROWS8
     at_once = 1 if few else PANELS8
@@ -109,9 +107,9 @@ def linear8_panels(values, x_groups, w, w_scales, bias, out, lo, hi):
             for t in range(tiles):
                 first, last = row + rows * t // tiles, row + rows * (t + 1) // tiles
                 n = p * PANEL
-                multiply8(x, first * size, flat_groups, first * groups * OF_GROUP, w, p * step,
+                multiply8(x, first * size, flat_groups, first * groups * GROUP_INTS, w, p * step,
                           w_scales, n * groups, groups, bias, n, flat, first * num_outputs + n,
-                          num_outputs, ahead + t * share * turns, share, last - first,
+                          num_outputs, ahead + t * share * steps, share, last - first,
                           panels)  # fmt: skip
             p += panels
 
@@ -137,10 +135,10 @@ def linear8(x, w, w_scales, bias, out, num_workers):
     """
     values, x_groups = quantize_groups(x, GROUP, num_workers)
     panels = -(-out.shape[1] // PANEL)
-    room = out if out.shape[1] % PANEL == 0 else empty((len(out), panels * PANEL), np.float32)
+    padded = out if out.shape[1] % PANEL == 0 else empty((len(out), panels * PANEL), np.float32)
     tiles = -(-panels // PANELS8)
     parts = row_parts(len(values), tiles, num_workers)
-    operands = values, x_groups, w, w_scales, bias, room, parts
+    operands = values, x_groups, w, w_scales, bias, padded, parts
     parallel_for(_linear8, tiles * parts, num_workers, operands)
     if out.shape[1] % PANEL:
-        keep_outputs(room, out)
+        copy_outputs(padded, out)

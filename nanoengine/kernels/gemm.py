@@ -14,7 +14,7 @@ same bits in any tile.
 bfloat16 inputs, both in 32-bit words. `vdpbf16ps` adds the product of the high halves to a sum,
 then the product of the low halves, each with one rounding, so the layout gives the order of the
 chain. The sums equal those with `bfloat16` weights and the same inputs as float32, except that
-numbers below 1e-38 count as zeros.
+values below 1e-38 count as zeros.
 
 The registers determine the rows and panels of a tile: `ROWS` and `PANELS`. Each tile is a separate
 function, so that its loop has all registers and it is compiled once for all callers.
@@ -28,7 +28,7 @@ from types import SimpleNamespace
 from llvmlite import ir
 from numba import types
 
-from nanoengine.kernels.emit import I32, Emit, writes, written_by
+from nanoengine.kernels.emit import I32, Emit, declare_intrinsic, emit_intrinsic
 from nanoengine.kernels.isa import CURRENT, ISA
 from nanoengine.kernels.jit import specialize
 
@@ -52,26 +52,26 @@ def tile_panels(isa: ISA) -> int:
     return 2 if isa.vector_bits == 8 * LINE else 1
 
 
-def few_rows(isa: ISA) -> dict[int, int]:
-    """Panels of a tile by its number of rows, for so few rows that with one panel the FMA units
+def few_row_panels(isa: ISA) -> dict[int, int]:
+    """Panels per tile by its number of rows, for so few rows that with one panel the FMA units
     would wait for their own sums."""
     if tile_panels(isa) == 2:
         return {1: 2}
-    vectors, most = PANEL * 32 // isa.vector_bits, isa.registers // 4 * 3  # sums in registers
-    return {r: 4 if 4 * r * vectors < most else 2 for r in (1, 2) if 2 * r * vectors <= most}
+    vectors, limit = PANEL * 32 // isa.vector_bits, isa.registers // 4 * 3  # sums in registers
+    return {r: 4 if 4 * r * vectors < limit else 2 for r in (1, 2) if 2 * r * vectors <= limit}
 
 
 def tile_shapes(isa: ISA) -> list[tuple[int, int]]:
     """(rows, panels) of every tile."""
     shapes = {(r, p) for r in range(1, tile_rows(isa) + 1) for p in (1, tile_panels(isa))}
-    return sorted(shapes | set(few_rows(isa).items()))
+    return sorted(shapes | set(few_row_panels(isa).items()))
 
 
 ROWS, PANELS = tile_rows(CURRENT), tile_panels(CURRENT)
-FEW = few_rows(CURRENT)
+FEW = few_row_panels(CURRENT)
 
 
-def kind_of(array_type) -> str:
+def form_of(array_type) -> str:
     """The format of the elements of a packed weight.
 
     numba has no 16-bit floats on a CPU, so their bits are stored as integers: int16 is float16,
@@ -92,23 +92,23 @@ class FloatTile(Emit):
     def weights(self, line, k: int) -> list:
         """The vectors of one line for input k of an iteration. Why not for both inputs: if sums
         fill the registers, only the vectors of one fit."""
-        of_a_word = PANEL // self.width
+        vectors = PANEL // self.width
         if self.kind == "float16":
             halves = ir.VectorType(I16, self.width)
             return [
-                self.widen_halves(self.get(halves, line, (k * of_a_word + v) * self.width * 2))
-                for v in range(of_a_word)
+                self.fp16_to_fp32(self.read(halves, line, (k * vectors + v) * self.width * 2))
+                for v in range(vectors)
             ]
         if self.kind == "float32":
-            return [self.get(self.vector, line, v * self.width * 4) for v in range(of_a_word)]
-        pairs = [self.get(self.words, line, v * self.width * 4) for v in range(of_a_word)]
-        return pairs if self.kind == "pairs" else [self.halves(pair)[k] for pair in pairs]
+            return [self.read(self.vector, line, v * self.width * 4) for v in range(vectors)]
+        pairs = [self.read(self.words, line, v * self.width * 4) for v in range(vectors)]
+        return pairs if self.kind == "pairs" else [self.unpack_bf16(pair)[k] for pair in pairs]
 
-    def value(self, row, turn, k: int):
+    def value(self, row, iteration, k: int):
         """Input k of a row for an iteration, in all lanes."""
         if self.kind == "pairs":
-            return self.splat(self.get(I32, self.at(row, turn)), self.words)
-        return self.broadcast(self.at(row, self.builder.mul(turn, I64(self.inputs)), I64(k)))
+            return self.splat(self.read(I32, self.at(row, iteration)), self.words)
+        return self.broadcast(self.at(row, self.builder.mul(iteration, I64(self.inputs)), I64(k)))
 
 
 POINTERS = {f"{name}*": kind.as_pointer() for name, kind in {
@@ -117,14 +117,14 @@ POINTERS = {f"{name}*": kind.as_pointer() for name, kind in {
 
 
 def tile_function(arguments: str):
-    """Makes a decorator for the writer of a tile. The writer becomes `make(module, isa, *shape)`,
-    which returns the tile's function in the module and writes it if it is not there. Arguments with
+    """A decorator for a function that writes a tile. It becomes `make(module, isa, *shape)`, which
+    returns the tile's function in the module, and writes it if it does not exist. `arguments` with
     a type are pointers, the others 64-bit integers.
 
-    Why functions: kernels that are compiled together share one, and its loop has all registers.
+    Why a function: kernels that are compiled together share it, and its loop has all registers.
     """
-    parts = [part.split() for part in arguments.split(",")]
-    kinds = [POINTERS[part[0]] if len(part) == 2 else I64 for part in parts]
+    fields = [field.split() for field in arguments.split(",")]
+    kinds = [POINTERS[field[0]] if len(field) == 2 else I64 for field in fields]
 
     def decorate(write):
         @functools.wraps(write)
@@ -136,8 +136,8 @@ def tile_function(arguments: str):
                 function.linkage = "linkonce_odr"
                 function.attributes.add("noinline")
                 builder = ir.IRBuilder(function.append_basic_block())
-                given = {part[-1]: arg for part, arg in zip(parts, function.args, strict=True)}
-                write(builder, isa, SimpleNamespace(**given), *shape)
+                values = {field[-1]: arg for field, arg in zip(fields, function.args, strict=True)}
+                write(builder, isa, SimpleNamespace(**values), *shape)
                 builder.ret_void()
             return module.globals[name]
 
@@ -148,8 +148,8 @@ def tile_function(arguments: str):
 
 
 def tile_call(shapes, make):
-    """A decorator for a function that compiled code calls: it calls the tile for the last two
-    arguments, rows and panels. They are one of `shapes(isa)`; `make(module, kinds, rows, panels)`
+    """A decorator for a function that compiled code calls: it calls the tile for its last two
+    arguments, rows and panels, which are one of `shapes(isa)`; `make(module, kinds, rows, panels)`
     makes the tile. The other arguments are the tile's, with an array and an index for each
     pointer."""
 
@@ -158,15 +158,15 @@ def tile_call(shapes, make):
 
         def call(rows, panels):
             function = make(builder.module, emit.kinds, rows, panels)
-            kinds = [of.type for of in function.args]
+            kinds = [a.type for a in function.args]
             builder.call(function, [*map(builder.bitcast, operands, kinds)])
 
-        switched(builder, *values[-2:], shapes(CURRENT), call)
+        emit_switch(builder, *values[-2:], shapes(CURRENT), call)
 
-    return written_by(write)
+    return declare_intrinsic(write)
 
 
-def switched(builder, rows, panels, shapes, write):
+def emit_switch(builder, rows, panels, shapes, write):
     """Writes a switch with a case for each of `shapes`, selected by (rows, panels)."""
     unknown, done = builder.append_basic_block(), builder.append_basic_block()
     switch = builder.switch(builder.add(builder.mul(rows, I64(PANEL)), panels), unknown)
@@ -182,26 +182,26 @@ def switched(builder, rows, panels, shapes, write):
 
 
 @tile_function(
-    "float* x, x_stride, byte* w, w_stride, turns, float* start, start_stride, float* out,"
+    "float* x, x_stride, byte* w, w_stride, steps, float* start, start_stride, float* out,"
     " out_stride, ahead, ahead_stride"
 )
-def float_tile(builder, isa: ISA, of, kind: str, rows: int, panels: int):
+def float_tile(builder, isa: ISA, arg, kind: str, rows: int, panels: int):
     """out[r, 16 p + j] = start[r, 16 p + j] + sum over all inputs k of x[r, k] * w[p, k, j].
 
     x holds floats, or pairs. Strides of w and `ahead` are in bytes, the others in elements.
     Iteration i prefetches the byte `ahead` + i * `ahead_stride` after the start of each panel.
     """
     tile = FloatTile(builder, isa, kind)
-    inputs = tile.rows(of.x, of.x_stride, rows)
+    inputs = tile.rows(arg.x, arg.x_stride, rows)
     # Why moving pointers, and the second panel as an offset: pointers fill all other registers.
-    place, asked = tile.variable(of.w), tile.variable(tile.at(of.w, of.ahead))
-    outputs = tile.rows(of.out, of.out_stride, rows)
+    w, ahead = tile.variable(arg.w), tile.variable(tile.at(arg.w, arg.ahead))
+    outputs = tile.rows(arg.out, arg.out_stride, rows)
     lanes = [I64(i) for i in range(0, PANEL * panels, tile.width)]
     for line in outputs:
         tile.prefetch(line, write=True)
     sums = [
         [tile.variable(tile.load(tile.at(line, lane))) for lane in lanes]
-        for line in tile.rows(of.start, of.start_stride, rows)
+        for line in tile.rows(arg.start, arg.start_stride, rows)
     ]
 
     pairs = kind == "bfloat16" and isa.vector_bits < 512
@@ -211,32 +211,32 @@ def float_tile(builder, isa: ISA, of, kind: str, rows: int, panels: int):
             if k and pairs and rows > 1:
                 # Why: so LLVM can't know that these are the same words. It would keep the words of
                 # the first inputs in a register that is not available.
-                same = ir.FunctionType(lines[0].type, [lines[0].type])
-                lines = [builder.asm(same, "", "=r,0", [line], False) for line in lines]
+                identity = ir.FunctionType(lines[0].type, [lines[0].type])
+                lines = [builder.asm(identity, "", "=r,0", [line], False) for line in lines]
             yield [vector for line in lines for vector in tile.weights(line, k)]
 
-    def step(turn):
+    def step(iteration):
         # Why not for one row: it reads in order at the speed of memory, and prefetching takes a
         # tenth of that. Halves converted to floats take two chain steps per line, which leaves time
         # to prefetch.
         if rows > 1 or tile.inputs == 2:
-            for line in tile.rows(tile.moved(asked, of.ahead_stride), of.w_stride, panels):
+            for line in tile.rows(tile.advance(ahead, arg.ahead_stride), arg.w_stride, panels):
                 tile.prefetch(line, level=2 if rows > 1 else 0)
-        of_inputs = weights_of_inputs(tile.rows(tile.moved(place, I64(LINE)), of.w_stride, panels))
+        by_input = weights_of_inputs(tile.rows(tile.advance(w, I64(LINE)), arg.w_stride, panels))
         # Why: one row would wait for each vector; many rows have no registers for two inputs.
-        for k, weights in enumerate(list(of_inputs) if pairs and rows == 1 else of_inputs):
+        for k, weights in enumerate(list(by_input) if pairs and rows == 1 else by_input):
             for row, cells in zip(inputs, sums, strict=True):
-                value = tile.value(row, turn, k)
+                value = tile.value(row, iteration, k)
                 for weight, cell in zip(weights, cells, strict=True):
                     builder.store(tile.add_product(builder.load(cell), weight, value), cell)
 
-    tile.loop(of.turns, step, unroll=unrolled(isa, kind, rows, panels))
+    tile.loop(arg.steps, step, unroll=unroll_factor(isa, kind, rows, panels))
     for line, cells in zip(outputs, sums, strict=True):
         for cell, lane in zip(cells, lanes, strict=True):
             tile.store(builder.load(cell), tile.at(line, lane))
 
 
-def unrolled(isa: ISA, kind: str, rows: int, panels: int) -> int:
+def unroll_factor(isa: ISA, kind: str, rows: int, panels: int) -> int:
     """How many iterations of a tile's loop are unrolled. Why few if sums fill the registers: LLVM
     would load the weights of all iterations first and spill the sums meanwhile, see
     `tests/kernels/test_assembly.py`."""
@@ -248,39 +248,40 @@ def unrolled(isa: ISA, kind: str, rows: int, panels: int) -> int:
 
 @tile_call(
     tile_shapes,
-    lambda module, kinds, rows, panels: float_tile(module, CURRENT, kind_of(kinds.w), rows, panels),
+    lambda module, kinds, rows, panels: float_tile(module, CURRENT, form_of(kinds.w), rows, panels),
 )
-def tile(x, x_at, x_stride, w, w_at, w_stride, turns, start, start_at, start_stride,
+def tile(x, x_at, x_stride, w, w_at, w_stride, steps, start, start_at, start_stride,
          out, out_at, out_stride, ahead, ahead_stride, rows, panels):  # fmt: skip
     """`float_tile` for `rows` x `panels` * 16 results. `start` is the bias (stride 0), or `out`."""
 
 
-@writes(types.float32)
-def number(emit, array, at):
-    """The element at an index, as float32: of weights in any form, and of inputs in pairs."""
-    builder, kind = emit.builder, kind_of(emit.kinds.array)
+@emit_intrinsic(types.float32)
+def element(emit, array, at):
+    """The element at an index, as float32; `array` holds weights in any form, or pairs of
+    inputs."""
+    builder, kind = emit.builder, form_of(emit.kinds.array)
     data = emit.pointer(emit.kinds.array, array, I64(0))
     if kind == "float32":
         return builder.load(emit.at(data, at))
     bits = builder.load(emit.at(builder.bitcast(data, I16.as_pointer()), at))
     if kind == "float16":
-        none = ir.Constant(ir.VectorType(I16, emit.width), None)
-        one = emit.widen_halves(builder.insert_element(none, bits, I32(0)))
-        return builder.extract_element(one, I32(0))
+        zeros = ir.Constant(ir.VectorType(I16, emit.width), None)
+        converted = emit.fp16_to_fp32(builder.insert_element(zeros, bits, I32(0)))
+        return builder.extract_element(converted, I32(0))
     return builder.bitcast(builder.shl(builder.zext(bits, I32), I32(16)), FLOAT)
 
 
 @specialize()
-def place(w, k, j, width):
+def offset(w, k, j, width):
     """Index of input k of output j in a panel of `width` outputs, in elements of 16 bits or
     more."""
-    if kind_of(w) in ("float32", "float16"):
+    if form_of(w) in ("float32", "float16"):
         return lambda w, k, j, width: k * width + j
     return lambda w, k, j, width: (k // 2 * width + j) * 2 + 1 - k % 2
 
 
 @specialize()
 def inputs_in(x):
-    """How many inputs one element of x holds."""
+    """1 for floats, 2 for pairs of bfloat16."""
     count = 1 if x.dtype == types.float32 else 2
     return lambda x: count

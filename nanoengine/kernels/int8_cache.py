@@ -4,11 +4,11 @@
                            followed by one float32 scale per token, [P]
 
 A row is multiplied by a Hadamard matrix and rounded when it is stored (`store_rows`). Its elements
-are converted in registers, or once for many rows (`attention_tiles.run_of`), and scores and weights
-are multiplied by the scales. If queries and weights are pairs of bfloat16, two lines become one
-line of pairs: bfloat16 represents 8-bit integers exactly. Queries are multiplied by the matrix
-before a step's tasks, and outputs after them (`times_hadamard`), so the tasks, which read the
-cache, need no matrix.
+are converted in registers, or once for many rows (`attention_microkernels.read_run`), and scores
+and weights are multiplied by the scales. If queries and weights are pairs of bfloat16, two lines
+become one line of pairs: bfloat16 represents 8-bit integers exactly. Queries are multiplied by the
+matrix before a step's tasks, and outputs after them (`times_hadamard`), so the tasks themselves
+need no matrix.
 
 `cpu_attention` uses these functions if the cache is int8, and imports this file only then.
 `attention/kv_quantization.py` is the reference implementation.
@@ -23,51 +23,51 @@ from nanoengine.kernels.arrays import empty
 from nanoengine.kernels.attention_microkernels import (
     FASTMATH,
     KV_TILE,
-    ask_for,
-    lines_of,
+    line_indices,
+    prefetch_element,
     scale_row,
 )
-from nanoengine.kernels.emit import Emit, writes
+from nanoengine.kernels.emit import Emit, emit_intrinsic
 from nanoengine.kernels.gemm import LINE
 from nanoengine.kernels.jit import compiled
 from nanoengine.kernels.pool import SMALL, parallel_for
 
-LEAST = np.float32(2.0**-100)  # see `attention/kv_quantization.py`
+MIN_MAGNITUDE = np.float32(2.0**-100)  # see `attention/kv_quantization.py`
 LANES = 8  # per vector: `CPUBackend.head_dims` are multiples of it
 
 
-@compiled(fastmath=FASTMATH, part=True)
-def _scale_place(block, head, token, sizes):
+@compiled(fastmath=FASTMATH, inline=True)
+def _scale_index(block, head, token, sizes):
     """Index of the scale of a token's head in a flat cache, viewed as float32."""
     _, num_kv_heads, head_dim, block_size = sizes
     first = (block * num_kv_heads + head) * block_size
     return (first * (head_dim + 4) + block_size * head_dim) // 4 + token % block_size
 
 
-@writes()
+@emit_intrinsic()
 def _add_and_subtract(emit, row, first, second):
-    """LANES elements of a row from `first` on become their sums with those from `second` on; the
-    latter become the differences. If both are equal, it multiplies by a Hadamard matrix."""
+    """Replaces LANES elements a, from `first` on, and b, from `second` on, by a + b and a - b. If
+    `first` equals `second`, multiplies a by a Hadamard matrix."""
     builder, kind = emit.builder, emit.kinds.row
     tile = Emit(emit.context, builder, kind, LANES * kind.dtype.bitwidth)
-    at, beside = (tile.pointer(kind, row, place) for place in (first, second))
-    a, b = tile.load(at), tile.load(beside)
-    with builder.if_else(builder.icmp_signed("==", first, second)) as (alone, apart):
-        with alone:
+    first_at, second_at = (tile.pointer(kind, row, index) for index in (first, second))
+    a, b = tile.load(first_at), tile.load(second_at)
+    with builder.if_else(builder.icmp_signed("==", first, second)) as (single, separate):
+        with single:
             x = a
             for step in (1, 2, 4):
-                other = tile.shuffle(x, x, [i ^ step for i in range(LANES)])
+                swapped = tile.shuffle(x, x, [i ^ step for i in range(LANES)])
                 signs = [-1.0 if i & step else 1.0 for i in range(LANES)]
-                x = tile.fma(x, ir.Constant(tile.vector, signs), other)
-            tile.store(x, at)
-        with apart:
-            tile.store(builder.fadd(a, b), at)
-            tile.store(builder.fsub(a, b), beside)
+                x = tile.fma(x, ir.Constant(tile.vector, signs), swapped)
+            tile.store(x, first_at)
+        with separate:
+            tile.store(builder.fadd(a, b), first_at)
+            tile.store(builder.fsub(a, b), second_at)
 
 
-@compiled(fastmath=FASTMATH, part=True)
+@compiled(fastmath=FASTMATH, inline=True)
 def _times_hadamard(row):
-    """`stored.hadamard`, in place, with the same additions in the same order."""
+    """`kv_quantization.hadamard`, in place, with the same additions in the same order."""
     for i in range(0, len(row), LANES):
         _add_and_subtract(row, i, i)
     step, size = LANES, len(row) & -len(row)
@@ -91,21 +91,21 @@ def times_hadamard(rows, cache, workers):
     parallel_for(_transform_rows, rows.size // size, workers, (rows.reshape(-1), size))
 
 
-@compiled(fastmath=FASTMATH, part=True)
+@compiled(fastmath=FASTMATH, inline=True)
 def _store_row(source, row, cache, at, step, scale_at):
     """Writes a row's elements from `at` on, `step` apart, and its scale; `row` is a buffer for the
     product with the matrix."""
     size = len(source) & -len(source)
     scale_row(source, 0, source.dtype.type(1 / size), row, 0, len(source))
     _times_hadamard(row)
-    most = np.uint32(0)  # Why integers: NaN is the largest, and the loop vectorizes
+    largest_bits = np.uint32(0)  # Why integers: NaN is the largest, and the loop vectorizes
     for d in range(len(row)):
         size = np.uint32(np.float32(row[d]).view(np.uint32) & np.uint32(0x7FFFFFFF))
-        most = size if size > most else most
-    largest = np.uint32(most).view(np.float32)
+        largest_bits = size if size > largest_bits else largest_bits
+    largest = np.uint32(largest_bits).view(np.float32)
     scale = largest / np.float32(127)
     cache.view(np.float32)[scale_at] = scale
-    factor = np.float32(1) / scale if largest > LEAST else np.float32(0)
+    factor = np.float32(1) / scale if largest > MIN_MAGNITUDE else np.float32(0)
     for d in range(len(row)):
         cache[at + d * step] = np.int8(np.rint(np.float32(row[d]) * factor))
 
@@ -113,37 +113,37 @@ def _store_row(source, row, cache, at, step, scale_at):
 def store_rows(key, value, slot, head, k_cache, v_cache, sizes):
     """`cpu_attention.store_head`."""
     lanes = min(sizes[3], KV_TILE)
-    k_at, v_at = lines_of(k_cache, slot, head, lanes, sizes)
-    scale_at = _scale_place(slot // sizes[3], head, slot, sizes)
+    k_at, v_at = line_indices(k_cache, slot, head, lanes, sizes)
+    scale_at = _scale_index(slot // sizes[3], head, slot, sizes)
     row = empty((len(key),), key.dtype)
     _store_row(key, row, k_cache, k_at, lanes, scale_at)
     _store_row(value, row, v_cache, v_at, 1, scale_at)
 
 
-def place_of_scales(cache, table, head, begin, sizes):
-    """`cpu_attention.scales_of`."""
-    at = _scale_place(table[begin // sizes[3]], head, begin, sizes)
+def run_scales_index(cache, table, head, begin, sizes):
+    """`cpu_attention.run_scales`."""
+    at = _scale_index(table[begin // sizes[3]], head, begin, sizes)
     return cache.view(np.float32), at
 
 
-def ask_for_scales_of_run(cache, at, sizes):
-    """`cpu_attention.ask_for_scales`."""
-    of_head = sizes[3] * (sizes[2] + 4)
-    first = at // of_head * of_head
+def prefetch_run_scales(cache, at, sizes):
+    """`cpu_attention.prefetch_scales`."""
+    head_bytes = sizes[3] * (sizes[2] + 4)
+    first = at // head_bytes * head_bytes
     begin = first + sizes[3] * sizes[2] + (at - first) // sizes[2] * 4
     for line in range(begin, begin + 4 * min(sizes[3], KV_TILE), LINE):
-        ask_for(cache, line, 0)
+        prefetch_element(cache, line, 0)
 
 
-def gathered_scales(cache, table, head, first, end, sizes, scales):
-    """`cpu_attention.scales_of_tile`."""
+def gather_scales(cache, table, head, first, end, sizes, scales):
+    """`cpu_attention.tile_scales`."""
     lanes = min(sizes[3], KV_TILE)
-    of_run, at = cache.view(np.float32), _scale_place(table[first // sizes[3]], head, first, sizes)
+    floats, at = cache.view(np.float32), _scale_index(table[first // sizes[3]], head, first, sizes)
     if lanes == KV_TILE:
-        return of_run[at : at + KV_TILE]
+        return floats[at : at + KV_TILE]
     for begin in range(first, end, lanes):
-        at = _scale_place(table[begin // sizes[3]], head, begin, sizes)
-        run, of_tokens = of_run[at : at + lanes], scales[begin % KV_TILE :]
-        for t in range(len(run)):
-            of_tokens[t] = run[t]
+        at = _scale_index(table[begin // sizes[3]], head, begin, sizes)
+        source, target = floats[at : at + lanes], scales[begin % KV_TILE :]
+        for t in range(len(source)):
+            target[t] = source[t]
     return scales

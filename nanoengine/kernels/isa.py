@@ -1,4 +1,4 @@
-"""CURRENT: the instruction set for which this process's kernels are written.
+"""CURRENT: the instruction set for which this process's kernels are compiled.
 
 A kernel's tiles depend on the CPU: the width of vectors, the number of registers, and whether one
 instruction multiplies and accumulates bytes or bfloat16. One description contains all of this. The
@@ -41,8 +41,8 @@ class ISA:
         byte_dots: dot products of bytes. vpdpbusd: four unsigned times signed bytes, added to 32
             bits; vpmaddubsw: two, in 16 bits; generic: shifts and multiplications.
         byte_bits: bits of a vector of bytes.
-        bf16_dots: dot products of two bfloat16 numbers, added to float32.
-        halves: whether one instruction converts float16 to float32.
+        bf16_dots: dot products of two pairs of bfloat16 values, added to float32.
+        has_fp16: whether one instruction converts float16 to float32.
     """
 
     name: str
@@ -52,15 +52,15 @@ class ISA:
     byte_dots: Literal["vpdpbusd", "vpmaddubsw", "generic"] = "generic"
     byte_bits: int
     bf16_dots: Literal["vdpbf16ps", "generic"] = "generic"
-    halves: bool
+    has_fp16: bool
 
     def __str__(self) -> str:
-        bytes_by = f"{self.byte_dots} of {self.byte_bits} bits"
+        int8_dots = f"{self.byte_dots} ({self.byte_bits} bits)"
         if self.byte_dots != "vpdpbusd" and any("vnni" in name for name in self.needs):
-            bytes_by += " (numba 0.66 or later has vpdpbusd)"
+            int8_dots += " (numba 0.66 or later has vpdpbusd)"
         return (
-            f"{self.name}: vectors of {self.vector_bits} bits, dot products of bytes {bytes_by},"
-            f" of bfloat16 {self.bf16_dots}"
+            f"{self.name}: {self.vector_bits}-bit vectors, int8 dot products by {int8_dots},"
+            f" bfloat16 dot products by {self.bf16_dots}"
         )
 
 
@@ -68,7 +68,7 @@ AVX2 = ("avx2", "f16c", "fma")
 AVX512 = (*AVX2, "avx512bw", "avx512dq", "avx512f", "avx512vl")
 
 
-def of_compiler(isa: ISA, llvm: tuple[int, ...]) -> ISA:
+def adapt_to_llvm(isa: ISA, llvm: tuple[int, ...]) -> ISA:
     """The instruction set as kernels may use it with an LLVM of this version.
 
     Why: LLVM before 22 has other types in `vpdpbusd`, and wrong ones terminate the process.
@@ -81,25 +81,25 @@ def of_compiler(isa: ISA, llvm: tuple[int, ...]) -> ISA:
 # fmt: off
 ALL = (  # best first: a CPU uses the first one that it supports
     ISA(name="avx512_bf16", needs=(*AVX512, "avx512vnni", "avx512bf16"), vector_bits=512,
-        registers=32, byte_dots="vpdpbusd", byte_bits=512, bf16_dots="vdpbf16ps", halves=True),
+        registers=32, byte_dots="vpdpbusd", byte_bits=512, bf16_dots="vdpbf16ps", has_fp16=True),
     ISA(name="avx512_vnni", needs=(*AVX512, "avx512vnni"), vector_bits=512, registers=32,
-        byte_dots="vpdpbusd", byte_bits=512, halves=True),
+        byte_dots="vpdpbusd", byte_bits=512, has_fp16=True),
     # Why 256: there is no vpsignb of 512 bits.
     ISA(name="avx512", needs=AVX512, vector_bits=512, registers=32, byte_dots="vpmaddubsw",
-        byte_bits=256, halves=True),
+        byte_bits=256, has_fp16=True),
     ISA(name="avx2_vnni", needs=(*AVX2, "avxvnni"), vector_bits=256, registers=16,
-        byte_dots="vpdpbusd", byte_bits=256, halves=True),
+        byte_dots="vpdpbusd", byte_bits=256, has_fp16=True),
     ISA(name="avx2", needs=AVX2, vector_bits=256, registers=16, byte_dots="vpmaddubsw",
-        byte_bits=256, halves=True),
+        byte_bits=256, has_fp16=True),
     ISA(name="neon", needs=("aarch64",), vector_bits=128, registers=32, byte_bits=128,
-        halves=True),
-    ISA(name="generic", vector_bits=128, registers=16, byte_bits=128, halves=False),
+        has_fp16=True),
+    ISA(name="generic", vector_bits=128, registers=16, byte_bits=128, has_fp16=False),
     # Any CPU runs these: the compiler splits a vector that is too wide. For tests.
-    ISA(name="generic_256", vector_bits=256, registers=16, byte_bits=256, halves=False),
-    ISA(name="generic_512", vector_bits=512, registers=32, byte_bits=512, halves=False),
+    ISA(name="generic_256", vector_bits=256, registers=16, byte_bits=256, has_fp16=False),
+    ISA(name="generic_512", vector_bits=512, registers=32, byte_bits=512, has_fp16=False),
 )
 # fmt: on
-ISAS = tuple(of_compiler(isa, binding.llvm_version_info) for isa in ALL)
+ISAS = tuple(adapt_to_llvm(isa, binding.llvm_version_info) for isa in ALL)
 
 
 def available(features: Collection[str]) -> list[ISA]:
@@ -122,32 +122,32 @@ def cpu_features() -> frozenset[str]:
     return frozenset({name for name, has in found.items() if has} | {machine})
 
 
-def choose(wanted: str | None, features: Collection[str]) -> ISA:
-    """The requested instruction set, or else the best.
+def choose(name: str | None, features: Collection[str]) -> ISA:
+    """The instruction set with this name; None: the best of those that the CPU supports.
 
     Raises:
         ConfigError: unknown name, or the CPU does not support it.
     """
-    there = available(features)
-    if wanted is None:
-        return there[0]
-    for isa in there:
-        if isa.name == wanted:
+    supported = available(features)
+    if name is None:
+        return supported[0]
+    for isa in supported:
+        if isa.name == name:
             return isa
     names = [isa.name for isa in ISAS]
-    if wanted in names:
-        has = ", ".join(isa.name for isa in there)
-        raise ConfigError(f"cpu_isa={wanted!r} is more than this CPU has: choose from {has}")
-    near = difflib.get_close_matches(wanted, names, n=1)
+    if name in names:
+        choices = ", ".join(isa.name for isa in supported)
+        raise ConfigError(f"cpu_isa={name!r} is not supported by this CPU: use one of {choices}")
+    near = difflib.get_close_matches(name, names, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
-    raise ConfigError(f"cpu_isa must be one of {', '.join(names)}, got {wanted!r}{hint}")
+    raise ConfigError(f"cpu_isa must be one of {', '.join(names)}, got {name!r}{hint}")
 
 
 def target_features(isa: ISA) -> str | None:
     """LLVM's flags for exactly this instruction set; None: all features of this CPU.
 
-    Why exactly: with wider vectors a tile for AVX2 would find 32 registers. Any CPU with the
-    instruction set can also use the code, so it may be compiled elsewhere.
+    Why exactly: with AVX-512 enabled, a tile for AVX2 would be compiled with 32 registers. Any CPU
+    with the instruction set can use the code, so it may be compiled elsewhere.
     """
     if not isa.needs:
         return config.CPU_FEATURES
@@ -158,24 +158,25 @@ def use(name: str | None) -> None:
     """Sets the instruction set of this process's kernels; None: keeps the current one, or the best.
 
     Raises:
-        ConfigError: unknown name, the CPU does not support it, or kernels use another one already.
+        ConfigError: unknown name, the CPU does not support it, or kernels already use another one.
     """
     if name is None:
         return
     isa = choose(name, cpu_features())
-    fixed = globals().get("CURRENT")
-    if fixed is None:
-        _fix(isa)
-    elif isa is not fixed:
+    current = globals().get("CURRENT")
+    if current is None:
+        _set_current(isa)
+    elif isa is not current:
         raise ConfigError(
-            f"cpu_isa={name!r}: the kernels of this process are written for {fixed.name!r}, and"
-            " all of its engines share them: give it to the first engine of another process"
+            f"cpu_isa={name!r}: the kernels of this process are compiled for {current.name!r}, and"
+            " all of its engines share them: set cpu_isa for the first engine of a new process"
         )
 
 
-def _fix(isa: ISA) -> ISA:
-    """Why "generic": with the host's name, LLVM adds that CPU's features and schedules instructions
-    for it, and the code would be good only for it. Perf: docs/benchmarks.md has both."""
+def _set_current(isa: ISA) -> ISA:
+    """Sets `CURRENT` and the compiler's target. Why CPU_NAME "generic": with the host's name, LLVM
+    would also use that CPU's other features and schedule instructions for it, so the code could
+    only be used there. Perf: docs/benchmarks.md compares both."""
     config.CPU_FEATURES = target_features(isa)
     config.CPU_NAME = "generic"
     globals()["CURRENT"] = isa
@@ -189,4 +190,4 @@ def __getattr__(name: str) -> ISA:
     """`CURRENT`, determined at the first access."""
     if name != "CURRENT":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return _fix(choose(None, cpu_features()))
+    return _set_current(choose(None, cpu_features()))

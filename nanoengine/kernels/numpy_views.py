@@ -14,13 +14,13 @@ class NumpyViews:
     """
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[torch.Tensor, np.ndarray]] = {}
+        self._views: dict[int, tuple[torch.Tensor, np.ndarray]] = {}
 
     def __call__(self, tensor: torch.Tensor) -> np.ndarray:
-        known = self._known.get(id(tensor))
-        if known is None:
-            known = self._known[id(tensor)] = (tensor, _view(tensor.detach()))
-        return known[1]
+        entry = self._views.get(id(tensor))
+        if entry is None:
+            entry = self._views[id(tensor)] = (tensor, _view(tensor.detach()))
+        return entry[1]
 
 
 def _view(tensor: torch.Tensor) -> np.ndarray:

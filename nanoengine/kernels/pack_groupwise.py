@@ -1,11 +1,11 @@
 """pack_codes, pack_lines: write the panels of a group-wise quantized weight for `cpu_groupwise.py`.
 
 `layers/groupwise_panels.py` calls these once for some rows. Codes come in blocks of bytes, in a
-file's format or one per byte; a table gives the location of the bits of each four codes. The
-meaning of a block format is not known here.
+file's format or one per byte; a table gives the location of the bits of each four codes, so this
+file does not depend on block formats.
 
-Why on all threads, and without a copy of the codes between file and panel: allocating memory may
-take longer than the packing.
+Why in one pass on all threads: allocating memory for a copy of the codes may take longer than
+packing them.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from nanoengine.kernels.groupwise_gemm import UNITS
 from nanoengine.kernels.jit import compiled
 from nanoengine.kernels.pool import parallel_for
 
-FOURS = 8  # per unit
+QUADS = 8  # per unit
 LOW, LOW_SHIFT, HIGH, HIGH_SHIFT = range(4)
 
 
-@compiled(fastmath=(), part=True)
-def _pack_plane(codes, words, line, place, width):
-    """One plane of a unit of an output: `width` bits of its codes from bit `place` on. Callers pass
-    constants, so that the loops are unrolled."""
-    fours = 8 // width
+@compiled(fastmath=(), inline=True)
+def _pack_plane(codes, words, line, lowest_bit, width):
+    """Writes one plane of a unit of an output: `width` bits of its codes, from bit `lowest_bit` on.
+    Callers pass constants, so that the loops are unrolled."""
+    quads = 8 // width
     mask = np.uint32(0x01010101 * ((1 << width) - 1))
     for i in range(width):
         word = np.uint32(0)
-        for k in range(fours):
-            word |= (codes[fours * i + k] >> np.uint32(place) & mask) << np.uint32(k * width)
-        words[line + (place + i) * PANEL] = word
+        for k in range(quads):
+            word |= (codes[quads * i + k] >> np.uint32(lowest_bit) & mask) << np.uint32(k * width)
+        words[line + (lowest_bit + i) * PANEL] = word
 
 
-@compiled(fastmath=(), part=True)
+@compiled(fastmath=(), inline=True)
 def _word(rows, at):
     """Four bytes from here on; the compiler makes one load of them."""
     word = np.uint32(rows[at])
@@ -45,32 +45,32 @@ def _word(rows, at):
 
 
 @compiled(fastmath=())
-def _pack_codes(rows, size, places, widths, data, first, step, header, bits, flip, lo, hi):
-    words, flat, codes = data.view(np.uint32), rows.reshape(-1), empty((FOURS,), np.uint32)
-    (count, row_bytes), each = rows.shape, len(places) // FOURS
-    units = row_bytes // size * each
+def _pack_codes(rows, size, sources, widths, data, first, step, header, bits, flip, lo, hi):
+    words, flat, codes = data.view(np.uint32), rows.reshape(-1), empty((QUADS,), np.uint32)
+    (count, row_bytes), block_units = rows.shape, len(sources) // QUADS
+    units = row_bytes // size * block_units
     low, high = widths
     low_mask = np.uint32(0x01010101 * ((1 << low) - 1))
     high_mask, spread = np.uint32(0x01010101 * ((1 << abs(high)) - 1)), high < 0
     for p in range(lo, hi):
         for j in range(min(PANEL, count - p * PANEL)):
-            at, four = np.uint64((p * PANEL + j) * row_bytes), 0
+            at, quad = np.uint64((p * PANEL + j) * row_bytes), 0
             for unit in range(units):
-                for i in range(FOURS):
-                    place = places[four + i]
-                    code = _word(flat, at + place[LOW]) >> np.uint32(place[LOW_SHIFT]) & low_mask
+                for i in range(QUADS):
+                    source = sources[quad + i]
+                    code = _word(flat, at + source[LOW]) >> np.uint32(source[LOW_SHIFT]) & low_mask
                     if spread:
                         # Four adjacent bits go to four bytes.
-                        more = np.uint32(flat[at + place[HIGH]]) >> np.uint32(place[HIGH_SHIFT])
-                        more = (more & np.uint32(15)) * np.uint32(0x204081) & high_mask
-                        code |= more << np.uint32(low)
+                        upper = np.uint32(flat[at + source[HIGH]]) >> np.uint32(source[HIGH_SHIFT])
+                        upper = (upper & np.uint32(15)) * np.uint32(0x204081) & high_mask
+                        code |= upper << np.uint32(low)
                     elif high:
-                        more = _word(flat, at + place[HIGH]) >> np.uint32(place[HIGH_SHIFT])
-                        code |= (more & high_mask) << np.uint32(low)
+                        upper = _word(flat, at + source[HIGH]) >> np.uint32(source[HIGH_SHIFT])
+                        code |= (upper & high_mask) << np.uint32(low)
                     codes[i] = code ^ flip
-                four += FOURS
-                if four == len(places):
-                    four = 0
+                quad += QUADS
+                if quad == len(sources):
+                    quad = 0
                     at += np.uint64(size)
                 start = first + p * step + LINE + (unit // UNITS + 1) * header
                 line = (start + unit * bits * LINE) // 4 + j
@@ -89,18 +89,18 @@ def _pack_codes(rows, size, places, widths, data, first, step, header, bits, fli
 
 
 @compiled(fastmath=())
-def pack_codes(rows, size, places, widths, data, first, step, header, bits, flip, num_workers):
+def pack_codes(rows, size, sources, widths, data, first, step, header, bits, flip, num_workers):
     """Writes the codes of rows into the panels that begin at byte `first` of data.
 
     Args:
         rows: uint8 [N, row bytes], whole blocks of `size` bytes.
-        places: uint64 [C, 4], for each four codes of a block: their byte, and the right shift of
+        sources: uint64 [C, 4], for each four codes of a block: their byte, and the right shift of
             their bits; the same for their upper bits.
         widths: bits of a code there, and upper bits: 0, or negative if the upper bits of four codes
             are adjacent in one byte.
         bits, flip: bits per code in the panels, and the mask of bits to invert in each byte.
     """
-    operands = rows, size, places, widths, data, first, step, header, bits, np.uint32(flip)
+    operands = rows, size, sources, widths, data, first, step, header, bits, np.uint32(flip)
     parallel_for(_pack_codes, -(-len(rows) // PANEL), num_workers, operands)
 
 
@@ -113,8 +113,8 @@ def _pack_lines(numbers, data, first, step, block, groups, stride, lanes, lo, hi
         for group in range(-(-columns // groups) * groups):
             at = first + p * step + group // groups * block + group % groups * stride
             for j in range(lanes):
-                there = j < rows and group < columns
-                lines[at // width + j] = numbers[p * PANEL + j, group] if there else 0
+                is_inside = j < rows and group < columns
+                lines[at // width + j] = numbers[p * PANEL + j, group] if is_inside else 0
 
 
 @compiled(fastmath=())

@@ -1,29 +1,29 @@
-"""parallel_for: a kernel's work in pieces, done by the caller and by the workers that are free.
+"""parallel_for: splits a kernel's work into pieces, for the calling thread and idle workers.
 
-    caller   publishes a job ─ takes pieces ─ takes pieces of others ─ waits for pieces begun ─►
-    worker   ───────────────── takes pieces ─ takes pieces of others ─ waits for the next job
+    caller   publishes a job ─ own pieces ─ pieces of other threads ─ waits for the last pieces ─►
+    worker   ───────────────── own pieces ─ pieces of other threads ─ waits for the next job
 
-Each thread begins with its own pieces, the same ones in every job, so that a weight stays near the
-core that reads it. A thread without pieces takes pieces of others. A core that another program
-keeps busy therefore costs its share and no more, and no thread waits for a worker that does not
-come: a job can finish without any. Workers first wait in a short loop, since the next job of a step
-begins within microseconds. Then they sleep for short times, which leaves the core to others. After
-a while they return to Python, where `threads.py` wakes them.
+Each thread begins with its own pieces, the same ones in every job, so that a weight stays in the
+cache of the core that reads it. A thread without pieces steals pieces of other threads. A core that
+another program keeps busy therefore costs only its share, and a job can finish without any worker.
+Workers first spin, because the next job of a step begins within microseconds. Then they sleep for
+short times, which frees the core. After a while they return to Python, where `threads.py` wakes
+them.
 
-A core that another program wants is a problem: the system gives it to each for milliseconds. If a
-worker loses it within a piece, all others wait for that piece. So a worker whose clocks show that
-it had no core for a while yields: it leaves between two pieces, sleeps for some milliseconds, works
-for one, and so on, and others do its pieces. If the caller loses its core, one of the workers
-yields. (Systems then move the threads that share a core apart.)
+If another program also uses a core, the system alternates between both every few milliseconds. If a
+worker loses its core within a piece, all other threads wait for that piece. So a worker whose
+clocks show that it had no core for a while yields: it stops between two pieces, sleeps for some
+milliseconds, works for one, and so on; other threads run its pieces. If the caller loses its core,
+one of the workers yields. (The system then moves the threads that share a core apart.)
 
-Results never depend on which thread did a piece: pieces write to separate memory, and each has the
-same bits anywhere.
+Results never depend on which thread runs a piece: pieces write to separate memory, and each has the
+same bits on any thread.
 
-Why not numba's `prange`: it uses OpenMP threads, which spin until all have arrived, so that a busy
-core cost two thirds of the throughput; and it compiles each loop as one more function. Perf:
+Why not numba's `prange`: it uses OpenMP threads, which spin until all are finished, so that a busy
+core cost two thirds of the throughput; and it compiles each loop as a separate function. Perf:
 docs/benchmarks.md.
 
-One job runs at a time. A thread that finds another thread's job running does its pieces alone.
+One job runs at a time. A thread that finds another thread's job running runs its pieces alone.
 
 Source: work stealing, Blumofe and Leiserson, "Scheduling Multithreaded Computations by Work
 Stealing" (1999); here pieces are few and known in advance, so one counter per worker replaces the
@@ -44,118 +44,120 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from nanoengine.kernels.emit import writes
+from nanoengine.kernels.emit import emit_intrinsic
 from nanoengine.kernels.jit import compiled
 
-MOST = 4095  # pieces of a job, and workers: 12 bits
+MAX_PIECES = MAX_WORKERS = 4095  # of a job: 12 bits each
 SMALL = 8192  # elements; about 2 us of work, the cost of a parallel region
 PIECES = 4  # per worker: a late worker leaves some of them to others
 
 # Words of the memory that all threads share; each has a separate cache line.
 LINE = 8  # words
-JOB, FUNCTION, ARGUMENTS, LEFT, BUSY, STOP, LOOKS, CORE, CROWDED, TAKEN = (
+JOB, FUNCTION, ARGUMENTS, REMAINING, BUSY, STOP, SPINS, CORE, CALLER_LOST_CORE, NEXT_PIECE = (
     i * LINE for i in range(10)
 )
-# JOB: number of the job << 24 | workers << 12 | pieces. TAKEN: from here on one line per worker:
-# number of the job << 24 | the worker's next piece. LOOKS: how often a waiting thread looks at the
-# memory before it sleeps, measured by `threads.py`. CORE: the caller's. CROWDED: the caller has
-# lost its core for a while, and no worker has yielded since.
+# JOB: job ID << 24 | workers << 12 | pieces. REMAINING: pieces of the job that are not finished.
+# BUSY: a job is running. STOP: workers must end. SPINS: how often a waiting thread reads the memory
+# before it sleeps, measured by `threads.py`. CORE: the core on which the caller runs.
+# CALLER_LOST_CORE: the caller had no core for a while, and no worker has yielded since. NEXT_PIECE:
+# from here on one cache line per worker: job ID << 24 | the worker's next piece.
 
-# Words after a worker's TAKEN, which only this worker reads; the caller is worker 0: its clocks
-# when it last looked at them; when it last yielded, or ended a job as the caller; how many more
-# times it will yield, and the initial number; when it last found that it had lost its core [ns].
-WALL, CPU, ENDED, REST, RESTS, LOSS = range(1, 7)
+# Words after a worker's NEXT_PIECE, which only this worker reads; the caller is worker 0. WALL,
+# CPU: its clocks when it last read them. LAST_END: when it last yielded, or ended a job as the
+# caller. YIELDS_LEFT, YIELDS: how many more times it will yield, and the initial number. LAST_LOSS:
+# when it last found that it had lost its core. All times in ns.
+WALL, CPU, LAST_END, YIELDS_LEFT, YIELDS, LAST_LOSS = range(1, 7)
 
-NAP = 50  # us
-NAPS = 1000  # before a worker returns to Python
+SLEEP_US = 50
+MAX_SLEEPS = 1000  # before a worker returns to Python
 
-TURN = 1_000_000  # ns of work between two looks at the clocks
-LOST = 1_000_000  # ns without a core: another program has it
-CALM = 20_000_000  # ns after which losing the core again is a new event
-MOST_RESTS = 64
-BESIDE = 4  # jobs in a row on the caller's core
+CHECK_NS = 1_000_000  # of work between two checks of the clocks
+LOST_NS = 1_000_000  # without a core: another program has it
+CALM_NS = 20_000_000  # after which losing the core again is a new event
+MAX_YIELDS = 64  # in a row
+SAME_CORE_JOBS = 4  # consecutive jobs on the caller's core, after which a worker moves
 
-IDLE, CROWD, MOVE = range(3)
-"""Why a worker returns to Python: nothing to do; to yield its core; it runs on the caller's
-core."""
+IDLE, YIELD, MOVE = range(3)
+"""Why a worker returns to Python: it has nothing to do; it yields its core; it runs on the caller's
+core and must move to another one."""
 
-FOLLOWS = sys.platform == "linux"
-"""Whether workers query clocks and cores; other systems have other calls for them."""
+HAS_CLOCKS = sys.platform == "linux"
+"""Whether workers read clocks and cores, by system calls of Linux."""
 
-_memory = np.zeros(TAKEN + (MOST + 1) * LINE, np.int64)
+_memory = np.zeros(NEXT_PIECE + (MAX_PIECES + 1) * LINE, np.int64)
 WORDS = _memory[-_memory.ctypes.data % 64 // 8 :]
 """The shared memory: int64, aligned to a cache line."""
 
 
-def _system() -> tuple[Any, Any]:
-    """The system's sleep function, which takes one number, and the number for `NAP`."""
+def _sleep_function() -> tuple[Any, Any]:
+    """The system's sleep function, which takes one integer, and the integer for `SLEEP_US`."""
     if sys.platform == "win32":
         return ctypes.WinDLL("kernel32").Sleep, 1
-    return ctypes.CDLL(None).usleep, NAP
+    return ctypes.CDLL(None).usleep, SLEEP_US
 
 
-_sleep, _SLEEPS = _system()
+_system_sleep, _SLEEP_ARGUMENT = _sleep_function()
 binding.add_symbol("nanoengine_pool", WORDS.ctypes.data)
-binding.add_symbol("nanoengine_sleep", ctypes.cast(_sleep, ctypes.c_void_p).value)
+binding.add_symbol("nanoengine_sleep", ctypes.cast(_system_sleep, ctypes.c_void_p).value)
 
-if FOLLOWS:
+if HAS_CLOCKS:
     for _name in ("clock_gettime", "sched_getcpu"):
         _address = ctypes.cast(getattr(ctypes.CDLL(None), _name), ctypes.c_void_p).value
         binding.add_symbol(f"nanoengine_{_name}", _address)
 
 WORD, INT = ir.IntType(64), ir.IntType(32)
 POINTER = ir.IntType(8).as_pointer()
-DOES_A_PIECE = ir.FunctionType(ir.VoidType(), [POINTER, WORD])
+PIECE_FUNCTION = ir.FunctionType(ir.VoidType(), [POINTER, WORD])
 
 
-def _word(builder: Any, place: Any) -> Any:
+def _word_address(builder: Any, index: Any) -> Any:
     """The address of a word of the shared memory."""
     name = "nanoengine_pool"
     memory = builder.module.globals.get(name) or ir.GlobalVariable(builder.module, WORD, name)
-    return builder.gep(memory, [place])
+    return builder.gep(memory, [index])
 
 
-@writes(types.int64)
-def _load(emit, place):
-    return emit.builder.load_atomic(_word(emit.builder, place), "acquire", 8)
+@emit_intrinsic(types.int64)
+def _load(emit, index):
+    return emit.builder.load_atomic(_word_address(emit.builder, index), "acquire", 8)
 
 
-@writes()
-def _store(emit, place, value):
-    emit.builder.store_atomic(value, _word(emit.builder, place), "release", 8)
+@emit_intrinsic()
+def _store(emit, index, value):
+    emit.builder.store_atomic(value, _word_address(emit.builder, index), "release", 8)
 
 
-@writes(types.boolean)
-def _replace(emit, place, expected, value):
+@emit_intrinsic(types.boolean)
+def _compare_and_swap(emit, index, expected, value):
     """Compare-and-swap: stores the value and returns True if the word is `expected`."""
-    word = _word(emit.builder, place)
+    word = _word_address(emit.builder, index)
     found = emit.builder.cmpxchg(word, expected, value, "acq_rel", "acquire")
     return emit.builder.extract_value(found, 1)
 
 
-@writes()
-def _subtract(emit, place, value):
-    emit.builder.atomic_rmw("sub", _word(emit.builder, place), value, "acq_rel")
+@emit_intrinsic()
+def _subtract(emit, index, value):
+    emit.builder.atomic_rmw("sub", _word_address(emit.builder, index), value, "acq_rel")
 
 
-@writes()
-def _rest(emit):
+@emit_intrinsic()
+def _spin_hint(emit):
     """Hints to the core that this is a spin loop."""
     if platform.machine().lower() in ("aarch64", "arm64"):
-        emit.call("llvm.aarch64.hint", ir.VoidType(), INT(1))  # the one called YIELD
+        emit.call("llvm.aarch64.hint", ir.VoidType(), INT(1))  # the YIELD instruction
     else:
         emit.call("llvm.x86.sse2.pause", ir.VoidType())
 
 
-@writes()
-def _nap(emit):
-    emit.call("nanoengine_sleep", INT, INT(_SLEEPS))
+@emit_intrinsic()
+def _sleep(emit):
+    emit.call("nanoengine_sleep", INT, INT(_SLEEP_ARGUMENT))
 
 
-@writes(types.int64)
+@emit_intrinsic(types.int64)
 def _time(emit, of_thread):
     """The wall clock, or this thread's CPU time [ns]."""
-    if not FOLLOWS:
+    if not HAS_CLOCKS:
         return WORD(0)
     builder = emit.builder
     clocks = INT(time.CLOCK_THREAD_CPUTIME_ID), INT(time.CLOCK_MONOTONIC)
@@ -165,166 +167,167 @@ def _time(emit, of_thread):
     return builder.add(builder.mul(s, WORD(10**9)), ns)
 
 
-@writes(types.int64)
+@emit_intrinsic(types.int64)
 def _core(emit):
     """The number of the core on which this runs."""
-    if not FOLLOWS:
+    if not HAS_CLOCKS:
         return WORD(0)
     return emit.builder.sext(emit.call("nanoengine_sched_getcpu", INT), WORD)
 
 
-@writes()
-def _do(emit, function, arguments, piece):
+@emit_intrinsic()
+def _run_piece(emit, function, arguments, piece):
     builder = emit.builder
-    function = builder.inttoptr(function, DOES_A_PIECE.as_pointer())
+    function = builder.inttoptr(function, PIECE_FUNCTION.as_pointer())
     builder.call(function, [builder.inttoptr(arguments, POINTER), piece])
 
 
-@compiled(fastmath=(), part=True)
+@compiled(fastmath=(), inline=True)
 def share_of(count, worker, workers):
-    """(lo, hi): of `count` items in a row, this worker's are lo to hi - 1."""
+    """(lo, hi): this worker's share of `count` items is lo ... hi - 1."""
     return count * worker // workers, count * (worker + 1) // workers
 
 
 @compiled(fastmath=())
-def _stamp(worker):
-    """Stores the clocks; time before this call no longer counts."""
-    place = TAKEN + worker * LINE
-    _store(place + WALL, _time(False))
-    _store(place + CPU, _time(True))
+def _store_clocks(worker):
+    """Stores the worker's clocks, so that a later check ignores the time before this call."""
+    base = NEXT_PIECE + worker * LINE
+    _store(base + WALL, _time(False))
+    _store(base + CPU, _time(True))
 
 
 @compiled(fastmath=())
 def _has_lost_core(worker, now):
-    """Whether another program had the core since the last look, and also shortly before.
+    """Whether another program had the core since the last check, and also shortly before that.
 
-    Why twice: a daemon that wakes takes a core for a moment and gives it back, which costs less
-    than yielding. A program that keeps running takes it again and again.
+    Why twice: a daemon that wakes up uses a core for a moment, which costs less than yielding. A
+    program that keeps running takes the core again and again.
     """
-    place = TAKEN + worker * LINE
-    wall, cpu = _load(place + WALL), _load(place + CPU)
-    _stamp(worker)
-    if now - wall - (_load(place + CPU) - cpu) <= LOST:
+    base = NEXT_PIECE + worker * LINE
+    wall, cpu = _load(base + WALL), _load(base + CPU)
+    _store_clocks(worker)
+    if now - wall - (_load(base + CPU) - cpu) <= LOST_NS:
         return False
-    before = _load(place + LOSS)
-    _store(place + LOSS, now)
-    return now - before < CALM
+    last_loss = _load(base + LAST_LOSS)
+    _store(base + LAST_LOSS, now)
+    return now - last_loss < CALM_NS
 
 
 @compiled(fastmath=())
-def _makes_room(worker):
-    """Whether a worker leaves now. If it must yield again shortly after, it does so twice as often
-    in a row."""
-    place = TAKEN + worker * LINE
+def _must_yield(worker):
+    """Whether a worker must yield its core now. If it must yield again shortly after, it yields
+    twice as many times in a row."""
+    base = NEXT_PIECE + worker * LINE
     now = _time(False)
-    if now - _load(place + WALL) < TURN:
+    if now - _load(base + WALL) < CHECK_NS:
         return False
-    if _has_lost_core(worker, now) or _replace(CROWDED, 1, 0):
-        is_calm = now - _load(place + ENDED) > CALM
-        rests = 1 if is_calm else min(2 * _load(place + RESTS), MOST_RESTS)
-        _store(place + RESTS, rests)
-        _store(place + REST, rests)
-    rest = _load(place + REST)
-    if rest > 0:
-        _store(place + REST, rest - 1)
-        _store(place + ENDED, now)
-    return rest > 0
+    if _has_lost_core(worker, now) or _compare_and_swap(CALLER_LOST_CORE, 1, 0):
+        is_calm = now - _load(base + LAST_END) > CALM_NS
+        yields = 1 if is_calm else min(2 * _load(base + YIELDS), MAX_YIELDS)
+        _store(base + YIELDS, yields)
+        _store(base + YIELDS_LEFT, yields)
+    left = _load(base + YIELDS_LEFT)
+    if left > 0:
+        _store(base + YIELDS_LEFT, left - 1)
+        _store(base + LAST_END, now)
+    return left > 0
 
 
 @compiled(fastmath=())
 def _work(job, worker):
-    """Does pieces of a job until all have been taken, or until this worker must yield; returns
-    whether it must.
+    """Runs pieces of a job until none is left, or until this worker must yield; returns whether it
+    must.
 
-    A word of TAKEN only grows. A thread that still has an older job in mind therefore takes no
-    piece: all pieces of that job were taken before the next job was published. A thread that has
-    taken a piece finds the job's function and arguments unchanged, as nothing is published before
-    the piece is done.
+    The words at NEXT_PIECE only grow. A thread that has read an older job therefore gets no piece:
+    all pieces of that job were claimed before the next job was published. A thread that has claimed
+    a piece finds the job's function and arguments unchanged, because no job is published before the
+    piece is finished.
     """
-    number, workers, done = job >> 24 << 24, job >> 12 & MOST, 0
+    job_id, workers, done = job >> 24 << 24, job >> 12 & MAX_PIECES, 0
     for i in range(workers):
         owner = worker + i if worker + i < workers else worker + i - workers
-        first, stop = share_of(job & MOST, owner, workers)
-        place = TAKEN + owner * LINE
-        taken = _load(place)
+        first, stop = share_of(job & MAX_PIECES, owner, workers)
+        counter = NEXT_PIECE + owner * LINE
+        next_piece = _load(counter)
         while True:
-            piece = first if taken < number else taken - number
+            piece = first if next_piece < job_id else next_piece - job_id
             if piece >= stop:
                 break
-            if _replace(place, taken, number + piece + 1):
-                _do(_load(FUNCTION), _load(ARGUMENTS), piece)
+            if _compare_and_swap(counter, next_piece, job_id + piece + 1):
+                _run_piece(_load(FUNCTION), _load(ARGUMENTS), piece)
                 done += 1
-                if FOLLOWS and worker and _makes_room(worker):
-                    _subtract(LEFT, done)
+                if HAS_CLOCKS and worker and _must_yield(worker):
+                    _subtract(REMAINING, done)
                     return True
-            taken = _load(place)
+            next_piece = _load(counter)
     if done:
-        _subtract(LEFT, done)
+        _subtract(REMAINING, done)
     return False
 
 
 @compiled(fastmath=())
 def _run(function, arguments, pieces, workers):
-    """Runs all pieces, and waits for the pieces that workers have begun."""
-    if not _replace(BUSY, 0, 1):
+    """Runs a job: publishes it, works on it, and waits for the pieces that workers have begun."""
+    if not _compare_and_swap(BUSY, 0, 1):
         for piece in range(pieces):
-            _do(function, arguments, piece)
+            _run_piece(function, arguments, piece)
         return
     job = ((_load(JOB) >> 24) + 1) << 24 | workers << 12 | pieces
     _store(FUNCTION, function)
     _store(ARGUMENTS, arguments)
-    _store(LEFT, pieces)
+    _store(REMAINING, pieces)
     _store(JOB, job)
-    if _time(False) - _load(TAKEN + ENDED) > TURN // 10:  # It was in Python, and may have slept.
-        _stamp(0)
+    if _time(False) - _load(NEXT_PIECE + LAST_END) > CHECK_NS // 10:  # It was in Python.
+        _store_clocks(0)
     _work(job, 0)
-    looks, most = 0, _load(LOOKS)
-    while _load(LEFT) > 0:
-        looks += 1
-        if looks < most:
-            _rest()
+    spins, max_spins = 0, _load(SPINS)
+    while _load(REMAINING) > 0:
+        spins += 1
+        if spins < max_spins:
+            _spin_hint()
         else:
-            _nap()
+            _sleep()
     now = _time(False)
-    if looks > most:
-        _stamp(0)
-    elif now - _load(TAKEN + WALL) > TURN and _has_lost_core(0, now):
-        _store(CROWDED, 1)
-    _store(TAKEN + ENDED, now)
+    if spins > max_spins:
+        _store_clocks(0)
+    elif now - _load(NEXT_PIECE + WALL) > CHECK_NS and _has_lost_core(0, now):
+        _store(CALLER_LOST_CORE, 1)
+    _store(NEXT_PIECE + LAST_END, now)
     _store(CORE, _core())
     _store(BUSY, 0)
 
 
 @compiled(fastmath=())
 def serve(worker):
-    """Works on other threads' jobs; returns the reason for stopping."""
-    seen, looks, most, beside = _load(JOB), 0, _load(LOOKS), 0
-    _stamp(worker)
-    while looks < most + NAPS and not _load(STOP):
+    """The loop of a worker: runs pieces of other threads' jobs; returns why it returns to
+    Python."""
+    seen, spins, max_spins, same_core_jobs = _load(JOB), 0, _load(SPINS), 0
+    _store_clocks(worker)
+    while spins < max_spins + MAX_SLEEPS and not _load(STOP):
         job = _load(JOB)
         if job != seen:
-            if looks >= most:
-                _stamp(worker)
-            seen, looks = job, 0
-            if worker < job >> 12 & MOST and _work(job, worker):
-                return CROWD
-            beside = beside + 1 if FOLLOWS and _core() == _load(CORE) else 0
-            if beside > BESIDE:
+            if spins >= max_spins:
+                _store_clocks(worker)
+            seen, spins = job, 0
+            if worker < job >> 12 & MAX_PIECES and _work(job, worker):
+                return YIELD
+            same_core_jobs = same_core_jobs + 1 if HAS_CLOCKS and _core() == _load(CORE) else 0
+            if same_core_jobs > SAME_CORE_JOBS:
                 return MOVE
-        elif looks < most:
-            _rest()
+        elif spins < max_spins:
+            _spin_hint()
         else:
-            _nap()
-        looks += 1
+            _sleep()
+        spins += 1
     return IDLE
 
 
 @compiled(fastmath=())
-def look(times):
-    """Looks at the memory this many times, like a waiting thread."""
+def spin(times):
+    """Reads the shared memory this many times, like a waiting thread."""
     for _ in range(times):
         if _load(STOP) < 2:
-            _rest()
+            _spin_hint()
 
 
 RUN = types.Dispatcher(_run)
@@ -332,74 +335,74 @@ RUN = types.Dispatcher(_run)
 
 @intrinsic
 def parallel_for(typing_context, kernel, count, workers, arguments):
-    """kernel(*arguments, lo, hi) for parts that cover range(count), on up to `workers` threads.
-    With one worker or one item it is a single call.
+    """Calls kernel(*arguments, lo, hi) for ranges that cover range(count), on up to `workers`
+    threads. With one worker or one item it is a single call.
 
     Raises:
-        MemoryError: raised by a piece; other pieces may have run.
+        MemoryError: a piece could not allocate memory; other pieces may have run.
     """
-    every = (*(types.unliteral(of) for of in arguments), types.int64, types.int64)
-    called = kernel.get_call_type(typing_context, every, {})
-    running = RUN.get_call_type(typing_context, (types.int64,) * 4, {})
+    arg_types = (*(types.unliteral(arg_type) for arg_type in arguments), types.int64, types.int64)
+    kernel_call = kernel.get_call_type(typing_context, arg_types, {})
+    run = RUN.get_call_type(typing_context, (types.int64,) * 4, {})
     signature = types.void(kernel, types.int64, types.int64, arguments)
 
     def call(context, builder, values, lo, hi):
         """Writes a call of the kernel; returns whether the call failed."""
-        described = kernel.dispatcher.overloads[called.args].fndesc
-        function = context.declare_function(builder.module, described)
+        descriptor = kernel.dispatcher.overloads[kernel_call.args].fndesc
+        function = context.declare_function(builder.module, descriptor)
         status, _ = context.call_conv.call_function(
-            builder, function, called.return_type, called.args, [*values, lo, hi]
+            builder, function, kernel_call.return_type, kernel_call.args, [*values, lo, hi]
         )
         return status.is_error
 
-    def written(context, module, kind):
-        """A function that does one piece, with (failed, count, pieces, *values) in memory."""
-        function = ir.Function(module, DOES_A_PIECE, module.get_unique_name("piece"))
+    def write_piece_function(context, module, struct):
+        """Writes a function that runs one piece; (failed, count, pieces, *values) are in memory."""
+        function = ir.Function(module, PIECE_FUNCTION, module.get_unique_name("piece"))
         function.linkage = "internal"
         builder = ir.IRBuilder(function.append_basic_block())
-        memory, piece = builder.bitcast(function.args[0], kind.as_pointer()), function.args[1]
-        places = [cgutils.gep_inbounds(builder, memory, 0, i) for i in range(len(kind.elements))]
-        _, count, pieces, *values = (builder.load(place) for place in places)
+        memory, piece = builder.bitcast(function.args[0], struct.as_pointer()), function.args[1]
+        fields = [cgutils.gep_inbounds(builder, memory, 0, i) for i in range(len(struct.elements))]
+        _, count, pieces, *values = (builder.load(pointer) for pointer in fields)
         lo, hi = (
             builder.sdiv(builder.mul(count, at), pieces)
             for at in (piece, builder.add(piece, WORD(1)))
         )
         with builder.if_then(call(context, builder, values, lo, hi), likely=False):
-            builder.store(WORD(1), places[0])
+            builder.store(WORD(1), fields[0])
         builder.ret_void()
         return function
 
     def codegen(context, builder, signature, args):
-        for of in (context.get_function(kernel, called), context.get_function(RUN, running)):
-            context.add_linking_libs(getattr(of, "libs", ()))
+        for function in (context.get_function(kernel, kernel_call), context.get_function(RUN, run)):
+            context.add_linking_libs(getattr(function, "libs", ()))
         _, count, workers, packed = args
         values = [
-            context.cast(builder, builder.extract_value(packed, i), of, every[i])
-            for i, of in enumerate(arguments)
+            context.cast(builder, builder.extract_value(packed, i), arg_type, arg_types[i])
+            for i, arg_type in enumerate(arguments)
         ]
         failed = cgutils.alloca_once_value(builder, WORD(0))
-        few = (builder.icmp_signed("<=", number, WORD(1)) for number in (count, workers))
-        with builder.if_else(builder.or_(*few)) as (alone, together):
-            with alone:
+        conditions = (builder.icmp_signed("<=", number, WORD(1)) for number in (count, workers))
+        with builder.if_else(builder.or_(*conditions)) as (single, parallel):
+            with single:
                 error = call(context, builder, values, WORD(0), count)
                 builder.store(builder.zext(error, WORD), failed)
-            with together:
-                most = builder.mul(workers, WORD(PIECES))
-                for limit in (count, WORD(MOST)):
-                    less = builder.icmp_signed("<", limit, most)
-                    most = builder.select(less, limit, most)
-                fields = [WORD(0), count, most, *values]
-                kind = ir.LiteralStructType([field.type for field in fields])
-                memory = cgutils.alloca_once(builder, kind)
+            with parallel:
+                pieces = builder.mul(workers, WORD(PIECES))
+                for limit in (count, WORD(MAX_PIECES)):
+                    is_less = builder.icmp_signed("<", limit, pieces)
+                    pieces = builder.select(is_less, limit, pieces)
+                fields = [WORD(0), count, pieces, *values]
+                struct = ir.LiteralStructType([field.type for field in fields])
+                memory = cgutils.alloca_once(builder, struct)
                 for i, field in enumerate(fields):
                     builder.store(field, cgutils.gep_inbounds(builder, memory, 0, i))
-                addresses = written(context, builder.module, kind), memory
-                where = [builder.ptrtoint(address, WORD) for address in addresses]
-                context.get_function(RUN, running)(builder, [*where, most, workers])
+                pointers = write_piece_function(context, builder.module, struct), memory
+                addresses = [builder.ptrtoint(address, WORD) for address in pointers]
+                context.get_function(RUN, run)(builder, [*addresses, pieces, workers])
                 error = builder.load(cgutils.gep_inbounds(builder, memory, 0, 0))
                 builder.store(error, failed)
         with builder.if_then(cgutils.is_not_null(builder, builder.load(failed)), likely=False):
-            context.call_conv.return_user_exc(builder, MemoryError, ("in a piece of a kernel",))
+            context.call_conv.return_user_exc(builder, MemoryError, ("out of memory in a kernel",))
         return context.get_dummy_value()
 
     return signature, codegen
@@ -416,7 +419,7 @@ def _touch(memory, lo, hi):
 
 @compiled(fastmath=())
 def touch(memory, workers):
-    """Touches each page of flat bytes, not yet initialised, from the worker that will read it.
+    """Touches each page of flat, uninitialized bytes from the worker that will read it.
 
     A system with several sockets places a page on the socket whose thread touches it first. Why by
     bytes: panels are equally long, so each panel is touched by the worker that reads it, except

@@ -1,4 +1,4 @@
-"""The threads that run pieces of kernels (`pool.py`): as many as torch uses."""
+"""The threads that run pieces of kernels (`pool.py`), as many as torch uses."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from numba import types
 from nanoengine.kernels import pool
 from nanoengine.settings.cores import BINDING, affinity, allowed_cores, cpu_quota
 
-WAIT = 200e-6  # seconds that a thread looks for work before it sleeps
-REST = 3e-3  # seconds of sleep to free a core; Perf: the best of 1, 3 and 8 ms
-SAMPLE = 2000  # looks, 30 us or so
+SPIN_SECONDS = 200e-6  # for which a thread spins before it sleeps
+YIELD_SECONDS = 3e-3  # of sleep to free a core; Perf: the best of 1, 3 and 8 ms
+SPIN_SAMPLE = 2000  # spins to measure their speed, 30 us or so
 
 _awake = threading.Event()
 _threads: list[threading.Thread] = []
 
 
 def num_workers() -> int:
-    """Number of threads that a kernel may use, the same as torch's. Wakes those that sleep."""
-    workers = min(torch.get_num_threads(), pool.MOST)
+    """Number of threads that a kernel may use, the same as torch's. Wakes sleeping threads."""
+    workers = min(torch.get_num_threads(), pool.MAX_WORKERS)
     if len(_threads) < workers - 1:
         start_workers()
     if not _awake.is_set():
@@ -35,38 +35,38 @@ def num_workers() -> int:
 def start_workers() -> None:
     """Starts the missing threads; the thread that calls kernels counts as the first."""
     pool.serve.compile((types.int64,))
-    if not pool.WORDS[pool.LOOKS]:
-        pool.WORDS[pool.LOOKS] = _looks_in(WAIT)
-    for worker in range(len(_threads) + 1, min(torch.get_num_threads(), pool.MOST)):
+    if not pool.WORDS[pool.SPINS]:
+        pool.WORDS[pool.SPINS] = _spins_in(SPIN_SECONDS)
+    for worker in range(len(_threads) + 1, min(torch.get_num_threads(), pool.MAX_WORKERS)):
         name = f"nanoengine worker {worker}"
         thread = threading.Thread(target=_work, args=(worker,), name=name, daemon=True)
         _threads.append(thread)
         thread.start()
 
 
-def _looks_in(seconds: float) -> int:
-    """How often a waiting thread can look at the memory in this time."""
-    pool.look(1)  # compiles it
+def _spins_in(seconds: float) -> int:
+    """How often a waiting thread reads the shared memory in this time."""
+    pool.spin(1)  # compiles it
     start = time.perf_counter()
-    pool.look(SAMPLE)
-    return int(SAMPLE * seconds / (time.perf_counter() - start)) + 1
+    pool.spin(SPIN_SAMPLE)
+    return int(SPIN_SAMPLE * seconds / (time.perf_counter() - start)) + 1
 
 
 def _work(worker: int) -> None:
-    # Why: OpenMP has left the thread that started this one with one core.
+    # Why: OpenMP may have bound the thread that started this one to one core.
     if BINDING & os.environ.keys() and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, range(os.cpu_count() or 1))
     cores: set[int] = set()  # cores of this thread, while it is restricted to some of them
     while not pool.WORDS[pool.STOP]:
-        why = pool.serve(worker)
-        if cores or why != pool.IDLE:
+        reason = pool.serve(worker)
+        if cores or reason != pool.IDLE:
             with contextlib.suppress(OSError):  # forbidden, or the cores have changed
                 cores = cores or os.sched_getaffinity(0)
-                away = {int(pool.WORDS[pool.CORE])} if why != pool.IDLE else set()
-                os.sched_setaffinity(0, cores - away or cores)
-        if why == pool.CROWD:
-            time.sleep(REST)
-        if why == pool.IDLE:
+                excluded = {int(pool.WORDS[pool.CORE])} if reason != pool.IDLE else set()
+                os.sched_setaffinity(0, cores - excluded or cores)
+        if reason == pool.YIELD:
+            time.sleep(YIELD_SECONDS)
+        if reason == pool.IDLE:
             cores = set()
             _awake.clear()
             _awake.wait()
@@ -82,24 +82,22 @@ def _stop() -> None:
         thread.join(timeout=1)
 
 
-def _forget() -> None:
-    """Called in a forked process, which has none of the threads."""
+def _reset_after_fork() -> None:
+    """Called in a forked process, in which the threads do not exist."""
     _threads.clear()
     pool.WORDS[pool.BUSY] = 0
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget)
+    os.register_at_fork(after_in_child=_reset_after_fork)
 
 
-def why_so_many() -> str:
-    """What determines `num_workers`, as a text for users."""
+def thread_reason() -> str:
+    """What determines `num_workers`, as text for users."""
     if "OMP_NUM_THREADS" in os.environ:
         return f"OMP_NUM_THREADS={os.environ['OMP_NUM_THREADS']}"
     if torch.get_num_threads() == allowed_cores() < affinity():
-        return f"the quota of its control group is {cpu_quota():g} cores; OMP_NUM_THREADS sets it"
+        return f"the control group's quota of {cpu_quota():g} cores; OMP_NUM_THREADS overrides it"
     if BINDING & os.environ.keys():
-        return "torch's choice; OpenMP binds each to its cores"
-    return (
-        f"torch's choice, of {affinity()} cores that this process may use; OMP_NUM_THREADS sets it"
-    )
+        return "torch's default; OpenMP binds each thread to a core"
+    return f"torch's default for {affinity()} available cores; OMP_NUM_THREADS overrides it"

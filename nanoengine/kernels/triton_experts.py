@@ -27,7 +27,7 @@ from nanoengine.kernels.triton_quantized import quantized_products
 def expert_gemm_kernel(
     out, x, weight, scales, zeros, bias, order, starts, tiles,
     X_ROW: tl.constexpr, IN: tl.constexpr, OUT: tl.constexpr,
-    EXPERTS: tl.constexpr, WIDTH: tl.constexpr, TAKEN: tl.constexpr, SORTED: tl.constexpr,
+    EXPERTS: tl.constexpr, WIDTH: tl.constexpr, TOP_K: tl.constexpr, SORTED: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
     BIAS: tl.constexpr,
     GROUP: tl.constexpr, FORM: tl.constexpr, ZEROS: tl.constexpr,
@@ -36,12 +36,12 @@ def expert_gemm_kernel(
     [tiles * (OUT / N rounded up)]; programs that run together share rows of x.
 
     order [R], starts [E + 1], tiles [E]: see `align_kernel`. SORTED: x has the sorted rows, and
-    results go to the places of their (token, choice) pairs. Else x has the tokens' rows, and
+    results are written in the order of (token, choice) pairs. Else x has the tokens' rows, and
     results stay sorted. WIDTH: E rounded up to a power of two. FORM, if not "": weight, scales and
     zeros are as in `quantized_products`, for one expert after the other.
     """
-    across: tl.constexpr = (OUT + N - 1) // N
-    tile, experts = tl.program_id(0) // across, tl.arange(0, WIDTH)
+    column_tiles: tl.constexpr = (OUT + N - 1) // N
+    tile, experts = tl.program_id(0) // column_tiles, tl.arange(0, WIDTH)
     firsts = tl.load(tiles + experts, mask=experts < EXPERTS, other=0)
     expert = tl.sum(((experts < EXPERTS) & (firsts <= tile)).to(tl.int32), 0) - 1
     first, last = tl.load(starts + expert), tl.load(starts + expert + 1)
@@ -49,27 +49,27 @@ def expert_gemm_kernel(
     if row < last:
         rows = row + tl.arange(0, M)
         pairs = tl.load(order + rows, mask=rows < last, other=0)
-        columns = tl.program_id(0) % across * N + tl.arange(0, N)
+        columns = tl.program_id(0) % column_tiles * N + tl.arange(0, N)
         if SORTED:
-            sources, places = rows, pairs
+            sources, targets = rows, pairs
         else:
-            sources, places = pairs // TAKEN, rows
+            sources, targets = pairs // TOP_K, rows
         inside = (rows < last)[:, None]
         x_rows = x + sources.to(tl.int64)[:, None] * X_ROW
-        number = expert.to(tl.int64)
-        own_bias = bias + number * OUT
+        expert_index = expert.to(tl.int64)
+        own_bias = bias + expert_index * OUT
         if FORM == "":
             result = products(
-                out, x_rows, inside, weight + number * (OUT * IN), own_bias, columns,
+                out, x_rows, inside, weight + expert_index * (OUT * IN), own_bias, columns,
                 IN, OUT, M, N, K, BIAS,
             )  # fmt: skip
         else:
-            stored: tl.constexpr = IN // 2 if FORM == "int4" or FORM == "e2m1" else IN
-            groups = number * (OUT * (IN // GROUP))
+            row_bytes: tl.constexpr = IN // 2 if FORM == "int4" or FORM == "e2m1" else IN
+            groups = expert_index * (OUT * (IN // GROUP))
             result = quantized_products(
-                out, x_rows, inside, weight + number * (OUT * stored), scales + groups,
+                out, x_rows, inside, weight + expert_index * (OUT * row_bytes), scales + groups,
                 zeros + groups, own_bias, columns,
                 IN, OUT, M, N, K, GROUP, FORM, ZEROS, BIAS,
             )  # fmt: skip
-        place = out + places.to(tl.int64)[:, None] * OUT + columns[None, :]
-        tl.store(place, result, mask=inside & (columns < OUT)[None, :])
+        target = out + targets.to(tl.int64)[:, None] * OUT + columns[None, :]
+        tl.store(target, result, mask=inside & (columns < OUT)[None, :])

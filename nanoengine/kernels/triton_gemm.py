@@ -26,15 +26,15 @@ def products(
     x_rows [M, 1]: pointers to the rows; inside [M, 1]: which rows exist.
     """
     acc = tl.full([M, N], 0, tl.float32)
-    there = (columns < OUT)[:, None]
+    valid = (columns < OUT)[:, None]
     weight_rows = weight + columns.to(tl.int64)[:, None] * IN
     for start in range(0, IN, K):
         inputs = start + tl.arange(0, K)
-        mask, known = inside, there
+        mask, w_mask = inside, valid
         if IN % K != 0:
-            mask, known = inside & (inputs < IN)[None, :], there & (inputs < IN)[None, :]
+            mask, w_mask = inside & (inputs < IN)[None, :], valid & (inputs < IN)[None, :]
         left = tl.load(x_rows + inputs[None, :], mask=mask, other=0.0)
-        right = tl.load(weight_rows + inputs[None, :], mask=known, other=0.0)
+        right = tl.load(weight_rows + inputs[None, :], mask=w_mask, other=0.0)
         acc = tl.dot(left, tl.trans(right), acc, input_precision="ieee")
     return with_bias(acc, out, bias, columns, OUT, BIAS)
 
@@ -43,8 +43,8 @@ def products(
 def with_bias(acc, out, bias, columns, OUT: tl.constexpr, BIAS: tl.constexpr):
     """Sums [M, N] + bias, rounded to out's dtype."""
     if BIAS:
-        added = tl.load(bias + columns, mask=columns < OUT, other=0.0)
-        acc += added.to(tl.float32)[None, :]
+        bias_values = tl.load(bias + columns, mask=columns < OUT, other=0.0)
+        acc += bias_values.to(tl.float32)[None, :]
     return acc.to(out.dtype.element_ty)
 
 
@@ -68,5 +68,5 @@ def gemm_kernel(
     inside = (rows < num_rows)[:, None]
     x_rows = x + rows.to(tl.int64)[:, None] * X_ROW
     result = products(out, x_rows, inside, weight, bias, columns, IN, OUT, M, N, K, BIAS)
-    place = out + rows.to(tl.int64)[:, None] * OUT_ROW + columns[None, :]
-    tl.store(place, result, mask=inside & (columns < OUT)[None, :])
+    target = out + rows.to(tl.int64)[:, None] * OUT_ROW + columns[None, :]
+    tl.store(target, result, mask=inside & (columns < OUT)[None, :])

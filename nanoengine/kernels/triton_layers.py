@@ -32,10 +32,10 @@ def rms_norm_kernel(
     mask = columns < SIZE
     value = tl.load(x + row * X_ROW + columns, mask=mask, other=0.0).to(tl.float32)
     if ADD:
-        place = residual + row * RESIDUAL_ROW + columns
-        total = value + tl.load(place, mask=mask, other=0.0).to(tl.float32)
+        pointers = residual + row * RESIDUAL_ROW + columns
+        total = value + tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
         total = total.to(x.dtype.element_ty)
-        tl.store(place, total, mask=mask)
+        tl.store(pointers, total, mask=mask)
         value = total.to(tl.float32)
     normed = value * tl.rsqrt(tl.sum(value * value, 0) / SIZE + EPS)
     # The weight's dtype says where to round: see `layers/kernels.py`.
@@ -68,8 +68,8 @@ def gate_kernel(
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     mask = columns < SIZE
-    place = gate_up + row * ROW + columns
-    gate = tl.load(place, mask=mask, other=0.0).to(tl.float32)
-    up = tl.load(place + SIZE, mask=mask, other=0.0).to(tl.float32)
+    pointers = gate_up + row * ROW + columns
+    gate = tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(pointers + SIZE, mask=mask, other=0.0).to(tl.float32)
     result = gated(gate, up, ACTIVATION, out.dtype.element_ty)
     tl.store(out + row * SIZE + columns, result, mask=mask)

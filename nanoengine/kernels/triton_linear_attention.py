@@ -6,18 +6,18 @@
     delta_step_kernel    the same tokens: decay, update and output of a state; read, written once
     conv_scan_kernel     many tokens of several sequences: convolution
     conv_keep_kernel     the inputs that these sequences keep
-    delta_chunks_kernel  the same tokens: what each piece does to any state matrix
-    delta_scan_kernel    the matrices of these sequences, each through all of its pieces
+    delta_chunks_kernel  the same tokens: how each chunk changes any state matrix
+    delta_scan_kernel    the matrix of each of these sequences, updated by all of its chunks
 
 Called by `layers/triton_linear_attention.py` alone. The reference implementations are `Decay` and
-`GateNorm` (`models/linear_attention.py`), `CausalConv.step` and `scan` (`layers/causal_conv.py`),
-`step` and `scan` (`layers/delta_rule.py`). A program owns the part of a state that it writes, and
-reads no other part, so a sequence may continue in the state from which it starts. Nothing is
-written to slot 0.
+`GatedRMSNorm` (`models/linear_attention.py`), `CausalConv.step` and `scan`
+(`layers/causal_conv.py`), `step` and `scan` (`layers/delta_rule.py`). A program owns the part of a
+state that it writes, and reads no other part, so a sequence may continue in the state from which
+it starts. Nothing is written to slot 0.
 
-The sequences of a scan come in pieces of PIECE numbers each: see
-    `attention/batch.py::SegmentChunks`. The
-loop over a sequence's pieces is inside a kernel, so launches don't depend on their number.
+The sequences of a scan are cut into chunks, each described by CHUNK_FIELDS integers: see
+`attention/batch.py::SegmentChunks`. The loop over a sequence's chunks is inside a kernel, so
+launches don't depend on their number.
 
 The kernels have run in Triton's interpreter and been compiled to machine code ahead of time; they
 have not run on a GPU yet.
@@ -26,7 +26,7 @@ Source: flash-linear-attention also has one kernel for chunks and one for the st
 and solves its triangular systems row by row.
 
 Legend: T tokens, D tokens of a decode, N sequences, C channels, H / G value / key heads, E / V size
-of a key / value, P tokens of a piece.
+of a key / value, P tokens of a chunk.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-PIECE = tl.constexpr(5)
+CHUNK_FIELDS = tl.constexpr(5)
 
 
 @triton.jit
@@ -52,19 +52,19 @@ def conv_step_kernel(
     token = tl.program_id(0).to(tl.int64)
     channels = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     mask = channels < CHANNELS
-    before = states + tl.load(reads + token) * STATE_ROW + channels
+    state_in = states + tl.load(reads + token) * STATE_ROW + channels
     slot = tl.load(writes + token)
-    behind = states + slot * STATE_ROW + channels
-    kept = channels < tl.where(slot > 0, CHANNELS, 0)
+    state_out = states + slot * STATE_ROW + channels
+    writable = channels < tl.where(slot > 0, CHANNELS, 0)
     total = tl.full([WIDTH], 0, states.dtype.element_ty)
     for tap in tl.static_range(TAPS):
         if tap < TAPS - 1:
-            value = tl.load(before + tap * CHANNELS, mask=mask, other=0.0)
+            value = tl.load(state_in + tap * CHANNELS, mask=mask, other=0.0)
         else:
             value = tl.load(x + token * X_ROW + channels, mask=mask, other=0.0)
         value = value.to(states.dtype.element_ty)
         if tap > 0:
-            tl.store(behind + (tap - 1) * CHANNELS, value, mask=kept)
+            tl.store(state_out + (tap - 1) * CHANNELS, value, mask=writable)
         factor = tl.load(weight + tap * CHANNELS + channels, mask=mask, other=0.0)
         total += value * factor.to(states.dtype.element_ty)
     if BIAS:
@@ -107,8 +107,8 @@ def gate_norm_kernel(
     value = tl.load(x + cells, mask=mask, other=0.0)
     value *= tl.rsqrt(tl.sum(value * value, 0) / SIZE + EPS)
     value = value.to(out.dtype.element_ty) * tl.load(weight + columns, mask=mask, other=0.0)
-    asked = tl.load(gate + row * GATE_ROW + head * SIZE + columns, mask=mask, other=0.0)
-    value = value.to(tl.float32) * _silu(asked.to(tl.float32))
+    gate_value = tl.load(gate + row * GATE_ROW + head * SIZE + columns, mask=mask, other=0.0)
+    value = value.to(tl.float32) * _silu(gate_value.to(tl.float32))
     tl.store(out + cells, value.to(out.dtype.element_ty), mask=mask)
 
 
@@ -128,53 +128,53 @@ def delta_step_kernel(
     rows, columns = tl.arange(0, KEYS), tl.program_id(2) * WIDTH + tl.arange(0, WIDTH)
     in_key, in_value = rows < KEY, columns < VALUE
     kind = states.dtype.element_ty
-    own = mixed + token * (2 * KEY_HEADS * KEY + VALUE_HEADS * VALUE)
+    inputs = mixed + token * (2 * KEY_HEADS * KEY + VALUE_HEADS * VALUE)
     at = head // (VALUE_HEADS // KEY_HEADS) * KEY + rows
-    q = _silu(tl.load(own + at, mask=in_key, other=0.0).to(kind))
-    k = _silu(tl.load(own + KEY_HEADS * KEY + at, mask=in_key, other=0.0).to(kind))
-    values = own + 2 * KEY_HEADS * KEY + head * VALUE + columns
+    q = _silu(tl.load(inputs + at, mask=in_key, other=0.0).to(kind))
+    k = _silu(tl.load(inputs + KEY_HEADS * KEY + at, mask=in_key, other=0.0).to(kind))
+    values = inputs + 2 * KEY_HEADS * KEY + head * VALUE + columns
     v = _silu(tl.load(values, mask=in_value, other=0.0).to(kind))
     q = q / tl.sqrt(tl.sum(q * q, 0) + 1e-6) / tl.sqrt(KEY * 1.0)
     k = k / tl.sqrt(tl.sum(k * k, 0) + 1e-6)
-    kept = tl.exp(tl.load(decay + token * VALUE_HEADS + head))
-    learns = tl.load(beta + token * VALUE_HEADS + head)
+    decay_factor = tl.exp(tl.load(decay + token * VALUE_HEADS + head))
+    learning_rate = tl.load(beta + token * VALUE_HEADS + head)
     inside = in_key[:, None] & in_value[None, :]
-    place = (head * KEY + rows)[:, None] * VALUE + columns[None, :]
-    before = states + tl.load(reads + token) * STATE_ROW + place
-    state = tl.load(before, mask=inside, other=0.0) * kept
-    change = (v - tl.sum(state * k[:, None], 0)) * learns
+    cells = (head * KEY + rows)[:, None] * VALUE + columns[None, :]
+    state_in = states + tl.load(reads + token) * STATE_ROW + cells
+    state = tl.load(state_in, mask=inside, other=0.0) * decay_factor
+    change = (v - tl.sum(state * k[:, None], 0)) * learning_rate
     state += k[:, None] * change[None, :]
     slot = tl.load(writes + token)
     if slot > 0:
-        tl.store(states + slot * STATE_ROW + place, state, mask=inside)
+        tl.store(states + slot * STATE_ROW + cells, state, mask=inside)
     read = tl.sum(state * q[:, None], 0)
     tl.store(out + (token * VALUE_HEADS + head) * VALUE + columns, read, mask=in_value)
 
 
 @triton.jit
 def conv_scan_kernel(
-    out, x, states, weight, bias, pieces,
+    out, x, states, weight, bias, chunks,
     X_ROW: tl.constexpr, STATE_ROW: tl.constexpr, CHANNELS: tl.constexpr, TAPS: tl.constexpr,
     BIAS: tl.constexpr, P: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """out [T, C] = the convolution of each token of the pieces, added as in a step. Grid: [pieces,
-    C / WIDTH rounded up]. Arguments as in `conv_step_kernel`."""
-    piece = pieces + tl.program_id(0) * PIECE
-    start, end, first = tl.load(piece), tl.load(piece + 1), tl.load(piece + 2)
+    """out [T, C] = the convolution of each token of the chunks, added in the order of
+    `conv_step_kernel`, whose arguments it has. Grid: [chunks, C / WIDTH rounded up]."""
+    chunk = chunks + tl.program_id(0) * CHUNK_FIELDS
+    start, end, first = tl.load(chunk), tl.load(chunk + 1), tl.load(chunk + 2)
     tokens = start + tl.arange(0, P)
     channels = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     mask = channels < CHANNELS
     inside = (tokens < end)[:, None] & mask[None, :]
-    before = states + tl.load(piece + 3) * STATE_ROW + channels[None, :]
+    state_in = states + tl.load(chunk + 3) * STATE_ROW + channels[None, :]
     total = tl.full([P, WIDTH], 0, states.dtype.element_ty)
     for tap in tl.static_range(TAPS):
         at = (tokens + (tap + 1 - TAPS))[:, None]
-        own = inside & (at >= first)
-        value = tl.load(x + at * X_ROW + channels[None, :], mask=own, other=0.0)
+        in_x = inside & (at >= first)
+        value = tl.load(x + at * X_ROW + channels[None, :], mask=in_x, other=0.0)
         value = value.to(states.dtype.element_ty)
         if tap < TAPS - 1:
-            kept = before + (at - first + TAPS - 1) * CHANNELS
-            value += tl.load(kept, mask=inside & (at < first), other=0.0)
+            kept_inputs = state_in + (at - first + TAPS - 1) * CHANNELS
+            value += tl.load(kept_inputs, mask=inside & (at < first), other=0.0)
         factor = tl.load(weight + tap * CHANNELS + channels, mask=mask, other=0.0)
         total += value * factor.to(states.dtype.element_ty)[None, :]
     if BIAS:
@@ -185,30 +185,30 @@ def conv_scan_kernel(
 
 @triton.jit
 def conv_keep_kernel(
-    x, states, pieces, firsts,
+    x, states, chunks, firsts,
     X_ROW: tl.constexpr, STATE_ROW: tl.constexpr, CHANNELS: tl.constexpr, TAPS: tl.constexpr,
     BIAS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Stores in each state that the sequences write the last inputs before its end.
-    Grid: [N, C / WIDTH rounded up]. Piece `firsts[n]` is the first of sequence n.
+    """Stores the last inputs of each chunk in the state that the chunk writes.
+    Grid: [N, C / WIDTH rounded up]. Chunk `firsts[n]` is the first of sequence n.
 
-    Why from the last piece on: the state from which a sequence starts may be the first that it
-    writes, and pieces shorter than the taps read it.
+    Why from the last chunk on: the state from which a sequence starts may be the first that it
+    writes, and chunks shorter than the taps read it.
     """
-    begin, behind = tl.load(firsts + tl.program_id(0)), tl.load(firsts + tl.program_id(0) + 1)
+    begin, stop = tl.load(firsts + tl.program_id(0)), tl.load(firsts + tl.program_id(0) + 1)
     channels = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
-    for back in range(begin, behind):
-        piece = pieces + (begin + behind - 1 - back) * PIECE
-        end, first, slot = tl.load(piece + 1), tl.load(piece + 2), tl.load(piece + 4)
-        before = states + tl.load(piece + 3) * STATE_ROW + channels
+    for step in range(begin, stop):
+        chunk = chunks + (begin + stop - 1 - step) * CHUNK_FIELDS
+        end, first, slot = tl.load(chunk + 1), tl.load(chunk + 2), tl.load(chunk + 4)
+        state_in = states + tl.load(chunk + 3) * STATE_ROW + channels
         count = tl.where(slot > 0, CHANNELS, 0)
         writes = channels < count
         for tap in tl.static_range(TAPS - 1):
             at = end + (tap + 1 - TAPS)
-            own = channels < tl.where(at >= first, count, 0)
-            value = tl.load(x + at * X_ROW + channels, mask=own, other=0.0)
-            kept, older = before + (at - first + TAPS - 1) * CHANNELS, writes & (own == 0)
-            value = value.to(states.dtype.element_ty) + tl.load(kept, mask=older, other=0.0)
+            in_x = channels < tl.where(at >= first, count, 0)
+            value = tl.load(x + at * X_ROW + channels, mask=in_x, other=0.0)
+            kept_inputs, older = state_in + (at - first + TAPS - 1) * CHANNELS, writes & (in_x == 0)
+            value = value.to(states.dtype.element_ty) + tl.load(kept_inputs, mask=older, other=0.0)
             tl.store(states + slot * STATE_ROW + tap * CHANNELS + channels, value, mask=writes)
 
 
@@ -219,21 +219,21 @@ def _activated(x, mask):
 
 @triton.jit
 def delta_chunks_kernel(
-    read, recalls, write, values, attended, forget, mixed, decay, beta, pieces,
+    read, recalls, write, values, attended, forget, mixed, decay, beta, chunks,
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
     P: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
-    """What each piece does to a head's matrix, as in `delta_rule.Chunks`, but by tokens: read,
-    recalls and write [T, H, E], values [T, H, V], attended [T, H, P]; forget [pieces, H]. Grid:
-    [pieces, H].
+    """How each chunk changes a head's matrix, as in `delta_rule.Chunks`, but by tokens: read,
+    recalls and write [T, H, E], values [T, H, V], attended [T, H, P]; forget [chunks, H]. Grid:
+    [chunks, H].
 
     mixed, decay and beta as in `delta_step_kernel`. Keys and values pass through registers in
-    slices of K, twice: keys can be multiplied before they are normalized to length 1.
+    slices of K, twice: the first time, keys are multiplied before they are normalized to length 1.
     """
-    piece, head = pieces + tl.program_id(0) * PIECE, tl.program_id(1)
-    start, end, local = tl.load(piece), tl.load(piece + 1), tl.arange(0, P)
+    chunk, head = chunks + tl.program_id(0) * CHUNK_FIELDS, tl.program_id(1)
+    start, end, local = tl.load(chunk), tl.load(chunk + 1), tl.arange(0, P)
     tokens = start + local
-    live, gates = tokens < end, tokens * VALUE_HEADS + head
+    valid, gates = tokens < end, tokens * VALUE_HEADS + head
     queries = mixed + tokens[:, None] * (2 * KEY_HEADS * KEY + VALUE_HEADS * VALUE)
     queries += head // (VALUE_HEADS // KEY_HEADS) * KEY
     keys, vs = queries + KEY_HEADS * KEY, queries + 2 * KEY_HEADS * KEY
@@ -242,7 +242,7 @@ def delta_chunks_kernel(
     system, pairs = tl.full([P, P], 0, tl.float32), tl.full([P, P], 0, tl.float32)
     for first in range(0, KEY, K):
         at = (first + tl.arange(0, K))[None, :]
-        inside = live[:, None] & (at < KEY)
+        inside = valid[:, None] & (at < KEY)
         q, k = _activated(queries + at, inside), _activated(keys + at, inside)
         q_length += tl.sum(q * q, 1)
         k_length += tl.sum(k * k, 1)
@@ -251,91 +251,91 @@ def delta_chunks_kernel(
     q_scale, k_scale = 1 / tl.sqrt(q_length * KEY), 1 / tl.sqrt(k_length)
     # Why zeros are harmless: a token without key, decay and beta neither reads nor changes
     # anything.
-    since = tl.cumsum(tl.load(decay + gates, mask=live, other=0.0), 0)
-    learns = tl.load(beta + gates, mask=live, other=0.0)
+    since = tl.cumsum(tl.load(decay + gates, mask=valid, other=0.0), 0)
+    learning_rate = tl.load(beta + gates, mask=valid, other=0.0)
     last = tl.min(since, 0)  # decays are at most 0
     tl.store(forget + tl.program_id(0) * VALUE_HEADS + head, tl.exp(last))
     row, column = local[:, None], local[None, :]
     between = tl.exp(tl.where(row >= column, since[:, None] - since[None, :], float("-inf")))
     between *= k_scale[None, :]
     cells = gates[:, None] * P + column
-    tl.store(attended + cells, pairs * between * q_scale[:, None], mask=live[:, None])
+    tl.store(attended + cells, pairs * between * q_scale[:, None], mask=valid[:, None])
     # The inverse of the system, row by row: each row is reduced by the rows above it.
-    system = tl.where(row > column, -system * between * (learns * k_scale)[:, None], 0.0)
+    system = tl.where(row > column, -system * between * (learning_rate * k_scale)[:, None], 0.0)
     for solved in range(1, P):
         line = tl.sum(tl.where(row == solved, system, 0.0), 0)
         line += tl.sum(line[:, None] * system, 0)
         system = tl.where(row == solved, line[None, :], system)
     inverse = tl.where(row == column, 1.0, system)
-    to_recalls, to_write = k_scale * learns * tl.exp(since), k_scale * tl.exp(last - since)
+    to_recalls, to_write = k_scale * learning_rate * tl.exp(since), k_scale * tl.exp(last - since)
     to_read = q_scale * tl.exp(since)
     for first in range(0, KEY, K):
         at = (first + tl.arange(0, K))[None, :]
-        inside, places = live[:, None] & (at < KEY), gates[:, None] * KEY + at
-        tl.store(read + places, _activated(queries + at, inside) * to_read[:, None], mask=inside)
+        inside, key_cells = valid[:, None] & (at < KEY), gates[:, None] * KEY + at
+        tl.store(read + key_cells, _activated(queries + at, inside) * to_read[:, None], mask=inside)
         k = _activated(keys + at, inside)
-        tl.store(write + places, k * to_write[:, None], mask=inside)
+        tl.store(write + key_cells, k * to_write[:, None], mask=inside)
         k = tl.dot(inverse, k * to_recalls[:, None], input_precision="tf32x3")
-        tl.store(recalls + places, k, mask=inside)
+        tl.store(recalls + key_cells, k, mask=inside)
     for first in range(0, VALUE, K):
         at = (first + tl.arange(0, K))[None, :]
-        inside = live[:, None] & (at < VALUE)
-        v = _activated(vs + at, inside) * learns[:, None]
+        inside = valid[:, None] & (at < VALUE)
+        v = _activated(vs + at, inside) * learning_rate[:, None]
         v = tl.dot(inverse, v, input_precision="tf32x3")
         tl.store(values + gates[:, None] * VALUE + at, v, mask=inside)
 
 
 @triton.jit
 def delta_scan_kernel(
-    out, states, read, recalls, write, values, attended, forget, pieces, firsts,
+    out, states, read, recalls, write, values, attended, forget, chunks, firsts,
     STATE_ROW: tl.constexpr, HEADS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
     P: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """out [T, H, V], and the states that the sequences write. Grid: [N, H, V / WIDTH rounded up].
 
-    `delta_chunks_kernel` gives what each piece does to a state; `firsts` as in `conv_keep_kernel`.
-    A sequence's matrix is in the slot that its last piece writes. It stays in the GPU's cache, and
-    passes through registers in slices of K keys.
+    `delta_chunks_kernel` computes how each chunk changes a state; `firsts` as in
+    `conv_keep_kernel`. A sequence's matrix is in the slot that its last chunk writes. It stays in
+    the GPU's cache, and passes through registers in slices of K keys.
     """
-    begin, behind = tl.load(firsts + tl.program_id(0)), tl.load(firsts + tl.program_id(0) + 1)
+    begin, stop = tl.load(firsts + tl.program_id(0)), tl.load(firsts + tl.program_id(0) + 1)
     head, local = tl.program_id(1), tl.arange(0, P)
     columns = tl.program_id(2) * WIDTH + tl.arange(0, WIDTH)
     in_value = (columns < VALUE)[None, :]
-    home = states + tl.load(pieces + (behind - 1) * PIECE + 4) * STATE_ROW
-    source = states + tl.load(pieces + begin * PIECE + 3) * STATE_ROW
-    for index in range(begin, behind):
-        piece = pieces + index * PIECE
-        start, end, slot = tl.load(piece), tl.load(piece + 1), tl.load(piece + 4)
+    final_state = states + tl.load(chunks + (stop - 1) * CHUNK_FIELDS + 4) * STATE_ROW
+    source = states + tl.load(chunks + begin * CHUNK_FIELDS + 3) * STATE_ROW
+    for index in range(begin, stop):
+        chunk = chunks + index * CHUNK_FIELDS
+        start, end, slot = tl.load(chunk), tl.load(chunk + 1), tl.load(chunk + 4)
         tokens = start + local
-        live, heads = (tokens < end)[:, None], tokens * HEADS + head
-        cells, keeps = heads[:, None] * VALUE + columns[None, :], live & in_value
+        valid, heads = (tokens < end)[:, None], tokens * HEADS + head
+        cells, keeps = heads[:, None] * VALUE + columns[None, :], valid & in_value
         new = tl.load(values + cells, mask=keeps, other=0.0)
-        found = tl.full([P, WIDTH], 0, tl.float32)
+        outputs = tl.full([P, WIDTH], 0, tl.float32)
         for first in range(0, KEY, K):
             rows = first + tl.arange(0, K)
             in_key = rows < KEY
-            keys, known = heads[:, None] * KEY + rows[None, :], live & in_key[None, :]
+            keys, mask = heads[:, None] * KEY + rows[None, :], valid & in_key[None, :]
             matrix = (head * KEY + rows)[:, None] * VALUE + columns[None, :]
-            held = tl.load(source + matrix, mask=in_key[:, None] & in_value, other=0.0)
-            recalled = tl.load(recalls + keys, mask=known, other=0.0)
-            new -= tl.dot(recalled, held, input_precision="tf32x3")
-            asked = tl.load(read + keys, mask=known, other=0.0)
-            found = tl.dot(asked, held, found, input_precision="tf32x3")
-        pairs = tl.load(attended + heads[:, None] * P + local[None, :], mask=live, other=0.0)
-        found = tl.dot(pairs, new, found, input_precision="tf32x3")
-        tl.store(out + cells, found, mask=keeps)
-        kept, snapshot = tl.load(forget + index * HEADS + head), states + slot * STATE_ROW
+            state = tl.load(source + matrix, mask=in_key[:, None] & in_value, other=0.0)
+            recalled = tl.load(recalls + keys, mask=mask, other=0.0)
+            new -= tl.dot(recalled, state, input_precision="tf32x3")
+            read_rows = tl.load(read + keys, mask=mask, other=0.0)
+            outputs = tl.dot(read_rows, state, outputs, input_precision="tf32x3")
+        pairs = tl.load(attended + heads[:, None] * P + local[None, :], mask=valid, other=0.0)
+        outputs = tl.dot(pairs, new, outputs, input_precision="tf32x3")
+        tl.store(out + cells, outputs, mask=keeps)
+        decay_factor, snapshot = tl.load(forget + index * HEADS + head), states + slot * STATE_ROW
         for first in range(0, KEY, K):
             rows = first + tl.arange(0, K)
             in_key = rows < KEY
-            known = (tokens < end)[None, :] & in_key[:, None]
-            written = tl.load(write + heads[None, :] * KEY + rows[:, None], mask=known, other=0.0)
+            mask = (tokens < end)[None, :] & in_key[:, None]
+            written = tl.load(write + heads[None, :] * KEY + rows[:, None], mask=mask, other=0.0)
             matrix = (head * KEY + rows)[:, None] * VALUE + columns[None, :]
             inside = in_key[:, None] & in_value
-            held = tl.load(source + matrix, mask=inside, other=0.0) * kept
-            held = tl.dot(written, new, held, input_precision="tf32x3")
-            tl.store(home + matrix, held, mask=inside)
-            if (slot > 0) & (index + 1 < behind):
-                tl.store(snapshot + matrix, held, mask=inside)
-        tl.debug_barrier()  # Why: the next piece's loads are other threads' than these stores.
-        source = home
+            state = tl.load(source + matrix, mask=inside, other=0.0) * decay_factor
+            state = tl.dot(written, new, state, input_precision="tf32x3")
+            tl.store(final_state + matrix, state, mask=inside)
+            if (slot > 0) & (index + 1 < stop):
+                tl.store(snapshot + matrix, state, mask=inside)
+        tl.debug_barrier()  # Why: in the next chunk other threads load what these have stored.
+        source = final_state

@@ -19,37 +19,37 @@ from nanoengine.kernels.triton_gemm import with_bias
 
 
 @triton.jit
-def widened(
+def dequantized(
     stored, scales, zeros, columns, start,
     OUT: tl.constexpr, GROUP: tl.constexpr, FORM: tl.constexpr,
     HIGH: tl.constexpr, ZEROS: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
-    """Dequantizes stored bytes [N, K] whose inputs begin at `start` and share one group: [N, K].
+    """Dequantizes stored bytes [N, K], whose inputs begin at `start` and are in one group.
 
     HIGH: for 4-bit forms, the high halves.
     """
     codes = stored
     if FORM == "int4" or FORM == "e2m1":
         codes = stored >> 4 if HIGH else stored & 15
-    # The same sign, exponent and fraction in float16 are the number over a power of two, exactly.
-    # Why not a cast: GPUs before sm_89 have none.
+    # The same sign, exponent and fraction as float16 are the value divided by a power of two,
+    # exactly. Why not a cast: GPUs before sm_89 have none.
     if FORM == "int4":
-        numbers = codes.to(tl.float32) - 8
+        values = codes.to(tl.float32) - 8
     elif FORM == "e2m1":
         bits = codes.to(tl.int16)
         bits = ((bits & 8) << 12) | ((bits & 7) << 9)
-        numbers = bits.to(tl.float16, bitcast=True).to(tl.float32) * 32768
+        values = bits.to(tl.float16, bitcast=True).to(tl.float32) * 32768
     elif FORM == "e4m3":
         bits = codes.to(tl.int16)
         bits = (bits & -32768) | ((bits & 127) << 7)
-        numbers = bits.to(tl.float16, bitcast=True).to(tl.float32) * 256
+        values = bits.to(tl.float16, bitcast=True).to(tl.float32) * 256
     else:
-        numbers = codes.to(tl.float32)
-    place = start // GROUP * OUT + columns
+        values = codes.to(tl.float32)
+    group_at = start // GROUP * OUT + columns
     if ZEROS:
-        numbers -= tl.load(zeros + place, mask=columns < OUT, other=0.0)[:, None]
-    scale = tl.load(scales + place, mask=columns < OUT, other=0.0)
-    return (numbers * scale[:, None]).to(dtype)
+        values -= tl.load(zeros + group_at, mask=columns < OUT, other=0.0)[:, None]
+    scale = tl.load(scales + group_at, mask=columns < OUT, other=0.0)
+    return (values * scale[:, None]).to(dtype)
 
 
 @triton.jit
@@ -61,24 +61,24 @@ def quantized_products(
     """`products` of triton_gemm.py by a weight in one of these forms, whose rows are bytes.
 
     FORM "int4" or "e2m1": [OUT, IN / 2] uint8, whose low halves are the first half of the inputs
-    and whose high halves the second. int4 is stored plus 8; e2m1 as its bits, for twice the number.
-    Why: one load then gives two tiles of inputs, and no value moves between threads. "int8": [OUT,
-    IN] int8. "e4m3": [OUT, IN] int8, the bits of floats. scales, zeros: [IN / GROUP, OUT] float32.
-    K divides GROUP, and IN (with 4 bits, half of it).
+    and whose high halves the second half. Why: one load then gives two tiles of inputs, and no
+    value moves between threads. int4 is stored plus 8; e2m1 codes are twice their value.
+    "int8": [OUT, IN] int8. "e4m3": [OUT, IN] int8, the bits of floats. scales, zeros: [IN / GROUP,
+    OUT] float32. K divides GROUP, and IN (with 4 bits, half of it).
     """
     HALVES: tl.constexpr = 2 if FORM == "int4" or FORM == "e2m1" else 1
     WIDTH: tl.constexpr = IN // HALVES
     dtype: tl.constexpr = x_rows.dtype.element_ty
-    there = (columns < OUT)[:, None]
+    valid = (columns < OUT)[:, None]
     acc = tl.full([M, N], 0, tl.float32)
     for start in range(0, WIDTH, K):
         inputs = start + tl.arange(0, K)
-        place = weight + columns.to(tl.int64)[:, None] * WIDTH + inputs[None, :]
-        stored = tl.load(place, mask=there, other=0)
+        pointers = weight + columns.to(tl.int64)[:, None] * WIDTH + inputs[None, :]
+        stored = tl.load(pointers, mask=valid, other=0)
         for half in tl.static_range(HALVES):
             first = start + half * WIDTH
             left = tl.load(x_rows + half * WIDTH + inputs[None, :], mask=inside, other=0.0)
-            right = widened(
+            right = dequantized(
                 stored, scales, zeros, columns, first, OUT, GROUP, FORM, half, ZEROS, dtype
             )
             acc = tl.dot(left, tl.trans(right), acc, input_precision="ieee")
@@ -110,15 +110,15 @@ def quantized_gemm_kernel(
 def e4m3_rows_kernel(
     codes, scales, x, X_ROW: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """x [T, SIZE] is about codes * scales: codes [T, SIZE] e4m3, scales [T] float32. Grid: [T].
+    """Quantizes x [T, SIZE] to codes [T, SIZE] e4m3 with scales [T] float32. Grid: [T].
 
     The largest magnitude of a row becomes 448, the largest value of e4m3. A row that contains NaN
     or infinity becomes NaN.
     """
     row, columns = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH)
     inside = columns < SIZE
-    numbers = tl.load(x + row * X_ROW + columns, mask=inside, other=0.0).to(tl.float32)
-    scale = tl.max(tl.abs(numbers), 0) / 448
+    values = tl.load(x + row * X_ROW + columns, mask=inside, other=0.0).to(tl.float32)
+    scale = tl.max(tl.abs(values), 0) / 448
     tl.store(scales + row, scale)
-    rounded = (numbers / tl.where(scale == 0, 1.0, scale)).to(tl.float8e4nv)
+    rounded = (values / tl.where(scale == 0, 1.0, scale)).to(tl.float8e4nv)
     tl.store(codes + row * SIZE + columns, rounded, mask=inside)

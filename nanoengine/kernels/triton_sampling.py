@@ -1,5 +1,5 @@
-"""The Triton kernel that samples a token from a line of logits: greedy, drawn, or drawn from the
-likeliest.
+"""The Triton kernel that samples a token from a line of logits: greedily, or randomly from all or
+from the likeliest tokens.
 
 Called by `runner/sampling/triton_sampling.py` alone; `runner/sampling/draw.py` has the same steps
 in plain torch. One program samples one line in as many passes as it needs, so nothing waits for the
@@ -8,22 +8,24 @@ host and only the token is written:
     greedy      one pass: the best logit and its token
     drawn       two passes, and a part of one: the sum of weights per tile, then the tile that
                 contains the target
-    filtered    two passes, or three without a top_k of at most `width`: the candidates, and the
-                total weight. Usually the candidates include all that the filters keep; else two
-                or three binary searches over counts or weights, with one pass per step
+    filtered    two passes, or three without a top_k of at most `top_n`: the candidates,
+                and the total weight. Usually the candidates include all tokens that the filters
+                keep; else two or three binary searches over counts or weights, with one pass per
+                step
 
 A filter keeps a prefix of the tokens in order of likelihood. Floats as integers keep their order
 (see `to_keys`), so a binary search over integers finds the end of a prefix; a pass computes how
 many tokens, or what weight, are above the middle. Bits that are zero in all 16-bit logits are
 shifted out, and no search covers keys whose tokens have no weight.
 
-The candidates are the `width` likeliest tokens and some more, found without a search over the line:
-each of `block` lanes has kept its best token, and the `width` best of these give a lower bound.
+The candidates are the `top_n` likeliest tokens and some more, found without a search over
+the line: each of `block` lanes has kept its best token, and the `top_n` best of these give
+a lower bound.
 
 Weights are integers, summed in 64 bits: exact in any order, so neither tile sizes nor other lines
 change a token. Tokens differ from torch's only if the last bit of an exponential decides.
 
-`law` determines a line's weights: (its largest logit, temperature, min_p).
+`params` determine a line's weights: (the line's largest logit, temperature, min_p).
 
 The kernel has run in Triton's interpreter and been compiled ahead of time, but not on a GPU yet.
 
@@ -53,7 +55,8 @@ class SamplingConstants(NamedTuple):
         line, size: stride of the lines of logits, and their length.
         block, tiles, stages: logits per tile, tiles per line, tiles in flight.
         shift: low bits that are zero in any logit, as float32.
-        width, room: the number of likeliest tokens that a filtered line gathers, and the capacity.
+        top_n, capacity: the number of likeliest tokens that a filtered line collects, and
+            the maximum with tokens of equal logits.
     """
 
     line: int
@@ -62,8 +65,8 @@ class SamplingConstants(NamedTuple):
     tiles: int
     stages: int
     shift: int
-    width: int
-    room: int
+    top_n: int
+    capacity: int
 
 
 @triton.jit
@@ -90,9 +93,9 @@ def from_key(key, S: tl.constexpr):
 
 
 @triton.jit
-def weigh(x, law):
+def token_weights(x, params):
     """Weights of logits as int64: SCALE for the largest, 0 below min_p; as `draw_weights`."""
-    largest, temperature, min_p = law
+    largest, temperature, min_p = params
     relative = tl.exp((x - largest) / temperature)
     relative = tl.where(relative < min_p, 0.0, relative)
     return (relative * SCALE).to(tl.int64)
@@ -118,12 +121,12 @@ def best_token(row, S: tl.constexpr):
 
 
 @triton.jit
-def weightless_key(law, S: tl.constexpr):
+def weightless_key(params, S: tl.constexpr):
     """A key at and below which tokens have no weight; int64.
 
     Why one below: the difference may be rounded up, even to `largest`.
     """
-    largest, temperature, _ = law
+    largest, temperature, _ = params
     infinity = largest * 0.0 + float("inf")
     key = to_keys(largest - REACH * temperature, S).to(tl.int64) - 1
     return tl.maximum(key, to_keys(-infinity, S).to(tl.int64))
@@ -131,7 +134,7 @@ def weightless_key(law, S: tl.constexpr):
 
 @triton.jit
 def next_best(row, best, best_at, S: tl.constexpr):
-    """The likeliest token of each lane after this one: its logit, and the start of its tile."""
+    """The next likeliest token of each lane after `best`: its logit, and the start of its tile."""
     after = tl.full([S.block], float("-inf"), tl.float32)
     after_at = tl.full([S.block], 0, tl.int32)
     for start in tl.range(0, S.size, S.block, num_stages=S.stages):
@@ -144,37 +147,38 @@ def next_best(row, best, best_at, S: tl.constexpr):
 
 
 @triton.jit
-def collect(row, candidates, best, best_at, wanted, law, low, S: tl.constexpr):
-    """Writes the likeliest tokens to `candidates` [2, room] int32, in any order: the bits of their
-    logits, and their ids. Returns how many.
+def collect(row, candidates, best, best_at, min_count, params, low, S: tl.constexpr):
+    """Writes the likeliest tokens to `candidates` [2, capacity] int32, in any order: the bits of
+    their logits, and their ids. Returns how many.
 
-    They are all tokens down to some logit: at least `wanted`, or all above the key `low`. If there
-    are more than `room`, due to many equal logits, it stops, and the candidates are unusable.
+    They are all tokens down to some logit: at least `min_count`, or all above the key `low`. If
+    there are more than `capacity`, due to many equal logits, it stops, and the candidates are
+    unusable.
     """
-    least = low
-    high = to_keys(law[0], S).to(tl.int64) + 1
-    while high - least > 1:
-        middle = (least + high) >> 1
-        reach = to_keys(best, S) >= middle.to(tl.int32)
-        if tl.sum(reach.to(tl.int32), 0) >= wanted:
-            least = middle
+    lowest = low
+    high = to_keys(params[0], S).to(tl.int64) + 1
+    while high - lowest > 1:
+        middle = (lowest + high) >> 1
+        reaches = to_keys(best, S) >= middle.to(tl.int32)
+        if tl.sum(reaches.to(tl.int32), 0) >= min_count:
+            lowest = middle
         else:
             high = middle
-    least = tl.maximum(least, low + 1).to(tl.int32)
-    # First the best of each lane, then the next: few lanes have more than one so likely.
+    lowest = tl.maximum(lowest, low + 1).to(tl.int32)
+    # First the best token of each lane, then the next: few lanes have several that are so likely.
     count = 0
-    more = 1
-    while more > 0:
-        found = (to_keys(best, S) >= least).to(tl.int32)
-        more = tl.sum(found, 0)
-        places = count + tl.cumsum(found, 0) - 1
-        inside = (found > 0) & (places < S.room)
-        tl.store(candidates + places, best.to(tl.int32, bitcast=True), mask=inside)
-        tl.store(candidates + S.room + places, best_at + tl.arange(0, S.block), mask=inside)
-        count += more
-        if count > S.room:
-            more = 0
-        if more > 0:
+    num_found = 1
+    while num_found > 0:
+        is_candidate = (to_keys(best, S) >= lowest).to(tl.int32)
+        num_found = tl.sum(is_candidate, 0)
+        slots = count + tl.cumsum(is_candidate, 0) - 1
+        inside = (is_candidate > 0) & (slots < S.capacity)
+        tl.store(candidates + slots, best.to(tl.int32, bitcast=True), mask=inside)
+        tl.store(candidates + S.capacity + slots, best_at + tl.arange(0, S.block), mask=inside)
+        count += num_found
+        if count > S.capacity:
+            num_found = 0
+        if num_found > 0:
             best, best_at = next_best(row, best, best_at, S)
     # Why: from here on threads read what others have written.
     tl.debug_barrier()
@@ -182,72 +186,72 @@ def collect(row, candidates, best, best_at, wanted, law, low, S: tl.constexpr):
 
 
 @triton.jit
-def load_candidates(candidates, start, count, law, STEP: tl.constexpr, S: tl.constexpr):
+def load_candidates(candidates, start, count, params, STEP: tl.constexpr, S: tl.constexpr):
     """The candidates start ... start + STEP - 1: logits, ids and weights; -inf past the last."""
     at = start + tl.arange(0, STEP)
     bits = tl.load(candidates + at, mask=at < count, other=0)
     x = tl.where(at < count, bits.to(tl.float32, bitcast=True), float("-inf"))
-    ids = tl.load(candidates + S.room + at, mask=at < count, other=0)
-    return x, ids, weigh(x, law)
+    ids = tl.load(candidates + S.capacity + at, mask=at < count, other=0)
+    return x, ids, token_weights(x, params)
 
 
 @triton.jit
-def draw_candidate(candidates, count, total, top_k, top_p, uniform, law, S: tl.constexpr):
+def draw_candidate(candidates, count, total, top_k, top_p, uniform, params, S: tl.constexpr):
     """A token drawn from those that the filters keep, and whether they keep only candidates.
 
     `total` is the weight to which top_p refers if no top_k applies.
     """
     STEP: tl.constexpr = 16
-    x, ids, weights = load_candidates(candidates, 0, count, law, S.room, S)
-    # How many are likelier, and their weight.
-    ranks = tl.full([S.room], 0, tl.int32)
-    before = tl.full([S.room], 0, tl.int64)
+    x, ids, weights = load_candidates(candidates, 0, count, params, S.capacity, S)
+    # For each candidate, how many are likelier, and their weight.
+    ranks = tl.full([S.capacity], 0, tl.int32)
+    weight_before = tl.full([S.capacity], 0, tl.int64)
     for start in range(0, count, STEP):
-        others, other_ids, other_weights = load_candidates(candidates, start, count, law, STEP, S)
-        likelier = (others[None, :] > x[:, None]) | (
-            (others[None, :] == x[:, None]) & (other_ids[None, :] < ids[:, None])
+        other_x, other_ids, other_w = load_candidates(candidates, start, count, params, STEP, S)
+        likelier = (other_x[None, :] > x[:, None]) | (
+            (other_x[None, :] == x[:, None]) & (other_ids[None, :] < ids[:, None])
         )
         ranks += tl.sum(likelier.to(tl.int32), 1)
-        before += tl.sum(tl.where(likelier, other_weights[None, :], 0), 1)
+        weight_before += tl.sum(tl.where(likelier, other_w[None, :], 0), 1)
     weights = tl.where(ranks < top_k, weights, 0)
     weight = tl.sum(weights, 0)
     total = tl.where(top_k < S.size, weight, total)
     needed = weight_needed(top_p, total)
-    weights = tl.where(before < needed, weights, 0)
+    weights = tl.where(weight_before < needed, weights, 0)
     target = draw_target(uniform, tl.sum(weights, 0))
-    drawn = (before <= target) & (target < before + weights)
+    drawn = (weight_before <= target) & (target < weight_before + weights)
     return tl.sum(tl.where(drawn, ids, 0), 0), weight >= needed
 
 
 @triton.jit
-def amounts(row, start, key, law, S: tl.constexpr, BY_KEY: tl.constexpr):
+def amounts(row, start, key, params, S: tl.constexpr, BY_KEY: tl.constexpr):
     """The amount that each token of a tile adds: BY_KEY 1 if it has this key, else its weight."""
     x = load_tile(row, start, S)
-    return (to_keys(x, S) == key).to(tl.int64) if BY_KEY else weigh(x, law)
+    return (to_keys(x, S) == key).to(tl.int64) if BY_KEY else token_weights(x, params)
 
 
 @triton.jit
-def tile_sums(row, key, law, S: tl.constexpr, BY_KEY: tl.constexpr):
+def tile_sums(row, key, params, S: tl.constexpr, BY_KEY: tl.constexpr):
     """The sums of `amounts` of all tiles, [tiles] int64."""
     sums = tl.full([S.tiles], 0, tl.int64)
     for start in tl.range(0, S.size, S.block, num_stages=S.stages):
-        found = amounts(row, start, key, law, S, BY_KEY)
-        sums = tl.where(tl.arange(0, S.tiles) == start // S.block, tl.sum(found, 0), sums)
+        parts = amounts(row, start, key, params, S, BY_KEY)
+        sums = tl.where(tl.arange(0, S.tiles) == start // S.block, tl.sum(parts, 0), sums)
     return sums
 
 
 @triton.jit
-def token_above(row, sums, target, key, law, S: tl.constexpr, BY_KEY: tl.constexpr):
+def token_above(row, sums, target, key, params, S: tl.constexpr, BY_KEY: tl.constexpr):
     """The first token, by id, at which the running sum of `amounts` exceeds the target."""
     passed = tl.cumsum(sums, 0) <= target
     start = tl.sum(passed.to(tl.int32), 0) * S.block
-    before = tl.sum(tl.where(passed, sums, 0), 0)
-    found = amounts(row, start, key, law, S, BY_KEY)
-    return start + tl.sum((before + tl.cumsum(found, 0) <= target).to(tl.int32), 0)
+    sum_before = tl.sum(tl.where(passed, sums, 0), 0)
+    parts = amounts(row, start, key, params, S, BY_KEY)
+    return start + tl.sum((sum_before + tl.cumsum(parts, 0) <= target).to(tl.int32), 0)
 
 
 @triton.jit
-def amount_from(row, key, law, S: tl.constexpr, BY_WEIGHT: tl.constexpr):
+def amount_from(row, key, params, S: tl.constexpr, BY_WEIGHT: tl.constexpr):
     """The count, or the weight, of the tokens whose key is at least this one, which must not be the
     key of -inf."""
     total = tl.full([S.block], 0, tl.int64 if BY_WEIGHT else tl.int32)
@@ -255,22 +259,22 @@ def amount_from(row, key, law, S: tl.constexpr, BY_WEIGHT: tl.constexpr):
         x = load_tile(row, start, S)
         above = to_keys(x, S) >= key
         if BY_WEIGHT:
-            total += tl.where(above, weigh(x, law), 0)
+            total += tl.where(above, token_weights(x, params), 0)
         else:
             total += above.to(tl.int32)
     return tl.sum(total, 0).to(tl.int64)
 
 
 @triton.jit
-def find(row, wanted, low, law, S: tl.constexpr, BY_WEIGHT: tl.constexpr):
-    """The largest key down to which the count, or the weight, is at least `wanted`, and the amount
+def find_key(row, target, low, params, S: tl.constexpr, BY_WEIGHT: tl.constexpr):
+    """The largest key down to which the count, or the weight, is at least `target`, and the amount
     above that key. The amount down to `low` must suffice, or the result is `low`.
 
     Halves the interval alternately by key and by logit. Why: half of all keys belong to logits
     close to 0. Lines usually have few of these, but some may have many.
     """
-    before = wanted * 0
-    high = to_keys(law[0], S).to(tl.int64) + 1
+    above = target * 0
+    high = to_keys(params[0], S).to(tl.int64) + 1
     low = low.to(tl.int64)
     by_logit = 0
     while high - low > 1:
@@ -279,13 +283,13 @@ def find(row, wanted, low, law, S: tl.constexpr, BY_WEIGHT: tl.constexpr):
             x = 0.5 * from_key(low.to(tl.int32), S) + 0.5 * from_key(high.to(tl.int32), S)
             middle = tl.minimum(tl.maximum(to_keys(x, S).to(tl.int64), low + 1), high - 1)
         by_logit = 1 - by_logit
-        amount = amount_from(row, middle.to(tl.int32), law, S, BY_WEIGHT)
-        if amount >= wanted:
+        amount = amount_from(row, middle.to(tl.int32), params, S, BY_WEIGHT)
+        if amount >= target:
             low = middle
         else:
             high = middle
-            before = amount
-    return low.to(tl.int32), before
+            above = amount
+    return low.to(tl.int32), above
 
 
 @triton.jit
@@ -301,45 +305,46 @@ def weight_needed(top_p, total):
 
 
 @triton.jit
-def draw_filtered(row, candidates, best, best_at, top_k, top_p, uniform, law, S: tl.constexpr):
+def draw_filtered(row, candidates, best, best_at, top_k, top_p, uniform, params, S: tl.constexpr):
     """A token drawn from those that min_p, top_k and then top_p keep; see `draw_top_k`."""
-    low = weightless_key(law, S)
-    count = collect(row, candidates, best, best_at, tl.minimum(top_k, S.width), law, low, S)
+    low = weightless_key(params, S)
+    count = collect(row, candidates, best, best_at, tl.minimum(top_k, S.top_n), params, low, S)
     total = low * 0
     if top_k >= S.size:
-        total = tl.sum(tile_sums(row, 0, law, S, False), 0)
-    token, found = draw_candidate(
-        candidates, tl.minimum(count, S.room), total, top_k, top_p, uniform,
-        law, S,
+        total = tl.sum(tile_sums(row, 0, params, S, False), 0)
+    token, is_complete = draw_candidate(
+        candidates, tl.minimum(count, S.capacity), total, top_k, top_p, uniform,
+        params, S,
     )  # fmt: skip
-    found = found & (count <= S.room) & ((top_k <= S.width) | (top_k >= S.size))
-    if found == 0:
-        token = search(row, low.to(tl.int32), total, top_k, top_p, uniform, law, S)
+    is_complete = is_complete & (count <= S.capacity) & ((top_k <= S.top_n) | (top_k >= S.size))
+    if is_complete == 0:
+        token = search(row, low.to(tl.int32), total, top_k, top_p, uniform, params, S)
     return token
 
 
 @triton.jit
-def search(row, low, kept, top_k, top_p, uniform, law, S: tl.constexpr):
+def search(row, low, kept_weight, top_k, top_p, uniform, params, S: tl.constexpr):
     """The token that `draw_filtered` draws, for any line and any filters.
 
-    Tokens with keys up to `low` have no weight; `kept` is the total weight if no top_k applies.
+    Tokens with keys up to `low` have no weight; `kept_weight`: the total weight, if no top_k
+    applies.
     """
     if top_k < S.size:
-        # Tokens without weight that would also count add nothing to what is kept.
-        low, before = find(row, top_k, low, law, S, False)
-        each = weigh(from_key(low, S), law)
-        kept = (top_k - before) * each + amount_from(row, low + 1, law, S, True)
-    rank = kept * 0
+        # Tokens without weight may be among the top_k, but add nothing to the weight.
+        low, above = find_key(row, top_k, low, params, S, False)
+        each = token_weights(from_key(low, S), params)
+        kept_weight = (top_k - above) * each + amount_from(row, low + 1, params, S, True)
+    rank = kept_weight * 0
     # First the end of what top_p keeps, if it applies; then the token to draw.
     for drawing in range(tl.where(top_p < 1.0, 0, 1), 2):
-        needed = weight_needed(top_p, kept)
-        wanted = tl.where(drawing == 1, draw_target(uniform, kept) + 1, needed)
-        low, before = find(row, wanted, low, law, S, True)
-        each = weigh(from_key(low, S), law)
-        rank = tl.floor((wanted - 1 - before).to(tl.float64) / each.to(tl.float64)).to(tl.int64)
-        kept = before + (rank + 1) * each
-    sums = tile_sums(row, low, law, S, True)
-    return token_above(row, sums, rank, low, law, S, True)
+        needed = weight_needed(top_p, kept_weight)
+        target = tl.where(drawing == 1, draw_target(uniform, kept_weight) + 1, needed)
+        low, above = find_key(row, target, low, params, S, True)
+        each = token_weights(from_key(low, S), params)
+        rank = tl.floor((target - 1 - above).to(tl.float64) / each.to(tl.float64)).to(tl.int64)
+        kept_weight = above + (rank + 1) * each
+    sums = tile_sums(row, low, params, S, True)
+    return token_above(row, sums, rank, low, params, S, True)
 
 
 @triton.jit(do_not_specialize=["param_stride"])
@@ -351,8 +356,8 @@ def sample_kernel(
     [L].
 
     `draw_params` [5, L] float64 are as in `DrawParams`. Without DRAW all lines are greedy, without
-    FILTER none filters. A line without a valid token gets 0. `candidates` [L, 2, room] int32 is for
-    lines that filter.
+    FILTER no line filters. A line without a valid token gets 0. `candidates` [L, 2, capacity] int32
+    is for lines that filter.
     """
     line = tl.program_id(0).to(tl.int64)
     row = logits + line * S.line
@@ -369,13 +374,13 @@ def sample_kernel(
                 filters = (top_k < S.size) | (top_p < 1.0) | (min_p > 0.0)
             if filters:
                 token = draw_filtered(
-                    row, candidates + 2 * S.room * line, best, best_at, top_k, top_p, uniform,
+                    row, candidates + 2 * S.capacity * line, best, best_at, top_k, top_p, uniform,
                     (largest, temperature, min_p), S,
                 )  # fmt: skip
             else:
-                law = (largest, temperature, 0.0)
-                sums = tile_sums(row, 0, law, S, False)
+                params = (largest, temperature, 0.0)
+                sums = tile_sums(row, 0, params, S, False)
                 target = draw_target(uniform, tl.sum(sums, 0))
-                token = token_above(row, sums, target, 0, law, S, False)
+                token = token_above(row, sums, target, 0, params, S, False)
     tl.store(ids + line, tl.where(is_valid, token, 0).to(tl.int64))
     tl.store(valid + line, is_valid.to(tl.int8))

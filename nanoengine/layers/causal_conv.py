@@ -3,8 +3,8 @@
     inputs   t-3  t-2  t-1  t        kernel 4
     weight   w0   w1   w2   w3       output t = their products, added from left to right
 
-The state of a sequence is its last `kernel - 1` inputs. A result has the same bits in a step of one
-token and in a chunk, because both add in the same order.
+The state of a sequence is its last `kernel - 1` inputs. A token's output has the same bits in a
+decode and in a prefill chunk, because both add in the same order.
 
 Legend: T tokens, N tokens of one sequence, C channels, W kernel, S states.
 """
@@ -22,7 +22,7 @@ class CausalConv(Layer):
     """The weights [W, C], and the states [S, W - 1, C] that `bind` provides.
 
     Args:
-        picked: how many channels the checkpoint has, and the indices of this rank's channels, [C].
+        rank_channels: the checkpoint's number of channels, and the indices of this rank's, [C].
     """
 
     def __init__(
@@ -31,17 +31,17 @@ class CausalConv(Layer):
         channels: int,
         *,
         bias: bool,
-        picked: tuple[int, torch.Tensor],
+        rank_channels: tuple[int, torch.Tensor],
         context: ModelContext,
     ) -> None:
         super().__init__()
-        self.shape, self.picked = (kernel, channels), picked
+        self.shape, self.rank_channels = (kernel, channels), rank_channels
         self.weight = context.parameter(*self.shape)
         self.bias = context.parameter(channels) if bias else None
         self.states = torch.empty(0)
 
     def bind(self, states: torch.Tensor) -> None:
-        """Gives the layer its part of all states, [S, (W - 1) * C]."""
+        """Binds the layer to its states, [S, (W - 1) * C]."""
         kernel, channels = self.shape
         self.states = states.unflatten(1, (kernel - 1, channels))
 
@@ -51,7 +51,7 @@ class CausalConv(Layer):
         before = self.states.index_select(0, reads)
         inputs = torch.cat((before, x.to(before.dtype).unsqueeze(1)), dim=1)  # [T, W, C]
         self.states.index_copy_(0, writes, inputs[:, 1:])
-        return self._summed([inputs[:, tap] for tap in range(self.shape[0])], x.dtype)
+        return self._sum_taps([inputs[:, tap] for tap in range(self.shape[0])], x.dtype)
 
     def scan(self, x: torch.Tensor, span: SequenceSegment) -> torch.Tensor:
         """Computes the tokens of one sequence: [N, C] -> the same."""
@@ -60,9 +60,9 @@ class CausalConv(Layer):
         for count, state in span.writes:
             self.states[state].copy_(inputs[count : count + len(before)])
         taps = [inputs[tap : tap + len(x)] for tap in range(self.shape[0])]
-        return self._summed(taps, x.dtype)
+        return self._sum_taps(taps, x.dtype)
 
-    def _summed(self, taps: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    def _sum_taps(self, taps: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
         total = taps[0] * self.weight[0]
         for tap, weight in zip(taps[1:], self.weight[1:], strict=True):
             total += tap * weight
@@ -72,11 +72,11 @@ class CausalConv(Layer):
 
     def weight_slots(self, path: str) -> dict[str, WeightSlot]:
         """Checkpoints store the weight as [C, 1, W]."""
-        channels, picked = self.picked
+        channels, indices = self.rank_channels
 
         def slot(tensor: torch.Tensor) -> WeightSlot:
             def store(stored: torch.Tensor) -> None:
-                tensor.copy_(stored[picked.to(stored.device)])
+                tensor.copy_(stored[indices.to(stored.device)])
 
             return WeightSlot(shape=(channels, *tensor.shape[1:]), store=store)
 

@@ -1,8 +1,8 @@
 """Shard: which part of a model a rank holds. Collectives: operations over all ranks.
 
-The process group of torch.distributed is an object here, never the global one, so several engines
-with ranks can share a process. `rank.py` makes it; the ModelRunner and, through the `ModelContext`,
-the layers use it.
+The process group is an object here, never torch.distributed's global group, so several engines with
+ranks can share a process. `ranks/rank.py` makes it. The ModelRunner uses it, and through the
+`ModelContext` all layers.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ class Shard:
             raise ValueError(f"{what} of {size} does not divide over {self.world_size} ranks")
         return size // self.world_size
 
-    def of_heads(self, num_heads: int) -> Shard:
-        """Returns the shard by which KV heads are split. With more ranks than heads, neighbouring
-        ranks share a shard, since their query heads use the same KV head.
+    def for_kv_heads(self, num_heads: int) -> Shard:
+        """Returns this rank's shard of `num_heads` KV heads. With more ranks than heads, adjacent
+        ranks have the same shard, because their query heads use the same KV head.
 
-        >>> [Shard(rank, 4).of_heads(2) for rank in (1, 2)]
+        >>> [Shard(rank, 4).for_kv_heads(2) for rank in (1, 2)]
         [Shard(rank=0, world_size=2), Shard(rank=1, world_size=2)]
         """
         if num_heads >= self.world_size:
@@ -52,7 +52,7 @@ class Shard:
 
 @dataclass(slots=True)
 class RankPosition:
-    """A rank's progress: it is in the `number`th collective of a step, which does `what`."""
+    """A rank's progress: the step, the number of its latest collective, and that one's name."""
 
     step: int = 0
     number: int = 0
@@ -70,13 +70,13 @@ class Collectives:
         shard: this rank and the number of ranks.
         device: where the tensors are.
         group: a process group of gloo or NCCL; None for a single rank.
-        place: this rank's progress.
+        position: this rank's progress.
     """
 
     shard: Shard = field(default_factory=Shard)
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     group: Any = None
-    place: RankPosition = field(default_factory=RankPosition)
+    position: RankPosition = field(default_factory=RankPosition)
 
     @classmethod
     def connect(
@@ -119,10 +119,10 @@ class Collectives:
         return torch.cat(parts, dim=-1)
 
     def _enter(self, what: str) -> None:
-        self.place.number += 1
-        self.place.what = what
+        self.position.number += 1
+        self.position.what = what
 
-    def least(self, number: int) -> int:
+    def min_over_ranks(self, number: int) -> int:
         """Returns the smallest `number` over all ranks."""
         if self.group is None:
             return number

@@ -1,9 +1,9 @@
 """FusedLayers: adjacent decoder layers that run as one compiled call on the CPU.
 
-Why: one token through a small model takes hundreds of calls from Python, a third of its time. The
-plain form is `DecoderLayer.forward`; this gives the same bits
-(`tests/layers/test_fused_layers.py`). `models/cpu.py` makes it after the weights are loaded. A
-layer whose MLP has no kernel is the last of its call, which ends before that MLP.
+Why: one token through a small model makes hundreds of calls from Python, which take a third of its
+time. The reference implementation is `DecoderLayer.forward`; results have the same bits
+(`tests/layers/test_fused_layers.py`). `models/cpu.py` fuses layers after the weights are loaded. If
+a layer's MLP has no kernel, the call ends before this MLP, which then runs in plain torch.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from nanoengine.kernels.cpu_decoder import (
     decoder_layers,
 )
 from nanoengine.kernels.cpu_layers import GATES
-from nanoengine.kernels.cpu_linear import DOTS
+from nanoengine.kernels.cpu_linear import BF16_DOTS
 from nanoengine.kernels.gemm import PANEL
 from nanoengine.layers.linear import Linear
 from nanoengine.layers.norm import RMSNorm
@@ -37,64 +37,64 @@ NO_ROWS = np.empty(0, np.int64)
 
 
 class LayerParts:
-    """The parts of a decoder layer. Attributes that only variants have are looked up with getattr,
-    so that their modules are imported only for them.
+    """The submodules of a decoder layer whose weights the kernel reads. Attributes that only some
+    families have are looked up with getattr, so that no module is imported for other families.
 
     Attributes:
-        before, behind: the pre-norms and the post-norms of attention and of the MLP; None: none.
+        pre_norms, post_norms: of attention and of the MLP, two each; None: the layer has none.
         gated: the MLP, if it is a gated one.
-        experts: the arguments of `cpu_experts.mixture` after x and out, if it computes the MLP.
-        rest: computes any other MLP without a kernel, and its post-norm.
-        scale: the factor on what attention and MLP add.
-        rotation: index of the layer's kind of RoPE; None: the model has only one.
+        experts: the arguments of `cpu_experts.mixture` after x, if it computes the MLP.
+        torch_mlp: computes the MLP and its post-norm in plain torch; None: the kernel does.
+        scale: the factor on the outputs of attention and MLP.
+        rotation: index of the layer's RoPE configuration; None: the model has only one.
     """
 
     def __init__(self, layer: Any) -> None:
         """`layer` is a `DecoderLayer`."""
-        mlp, self.linears = layer.mlp, self.of_mixer(layer)
-        self.before = layer.input_layernorm, layer.post_attention_layernorm
-        behind = "attention_output_norm", "mlp_output_norm"
-        self.behind = tuple(getattr(layer, name, None) for name in behind)
-        self.norms = [norm for norm in (*self.before, *self.behind) if norm is not None]
+        mlp, self.linears = layer.mlp, self.collect_mixer(layer)
+        self.pre_norms = layer.input_layernorm, layer.post_attention_layernorm
+        names = "attention_output_norm", "mlp_output_norm"
+        self.post_norms = tuple(getattr(layer, name, None) for name in names)
+        self.norms = [norm for norm in (*self.pre_norms, *self.post_norms) if norm is not None]
         self.gated = mlp if hasattr(mlp, "gate_up_proj") else None
         routed = getattr(mlp, "routed", None)
         whole = getattr(mlp, "shared_experts", None) is None or getattr(routed, "adds_shared", 0)
-        self.experts: tuple[Any, ...] | None = getattr(routed, "first", None) if whole else None
-        self.rest = None if self.gated or self.experts else layer.mlp_part
+        self.experts: tuple[Any, ...] | None = getattr(routed, "arguments", None) if whole else None
+        self.torch_mlp = None if self.gated or self.experts else layer.mlp_branch
         if self.gated:
             self.linears += [mlp.gate_up_proj, mlp.down_proj]
         self.scale = getattr(layer, "scale", 1.0)
         self.rotation = getattr(layer, "rotation", None)
 
-    def of_mixer(self, layer: Any) -> list[Linear]:
-        """Sets the attention's parts and returns its linear layers; the output projection is the
-        last."""
+    def collect_mixer(self, layer: Any) -> list[Linear]:
+        """Sets `mixer`, its attention and its backend; returns its linear layers, the output
+        projection last."""
         attention = self.mixer = layer.self_attn
         self.attention, self.head_norm = attention.attention, attention.norm_weights
         self.backend = self.attention.backend
         return [attention.qkv_proj, attention.o_proj]
 
     @property
-    def memory(self) -> Any:
+    def cache(self) -> Any:
         """The cache that the layer is bound to."""
         return self.attention.cache
 
-    def bound(self) -> tuple[AttentionSpec | None, tuple[Any, ...]]:
-        """What layers of one call must share, except types; and the layer's cache arrays."""
-        return self.memory.spec, self.backend.cache_arrays(self.memory)
+    def spec_and_arrays(self) -> tuple[AttentionSpec | None, tuple[Any, ...]]:
+        """The attention spec, which all layers of one call must share, and the cache's arrays."""
+        return self.cache.spec, self.backend.cache_arrays(self.cache)
 
     def step(self, rotation: Rotation, batch: Batch, spec: Any, *rows: Any) -> tuple[Any, ...]:
         """The arguments of `decoder_layers` that depend on the step."""
         return self.backend.step_arrays(rotation, batch, spec, *rows)
 
     def operands(self) -> tuple[Any, ...]:
-        """The arguments of `decoder_layers` for a layer, after its cache."""
-        projections, rest = self.ends()
-        return self.weight_of(self.before[0]), self.mixer_operands(projections), rest, ()
+        """The layer's arguments for `decoder_layers`, after the arrays of its cache."""
+        projections, tail = self.projections_and_tail()
+        return self.weight_of(self.pre_norms[0]), self.mixer_operands(projections), tail, ()
 
     def mixer_operands(self, projections: list[Any]) -> Any:
         """The operands of the mixer's kernel, including the weights of its first projections."""
-        (qkv,), spec, real = projections, self.attention.spec, np.float32
+        (qkv,), spec, f32 = projections, self.attention.spec, np.float32
         head_norm, kind = self.head_norm, norm_kind(self.head_norm)
         if head_norm is None:
             head_norm = HeadNormWeights(
@@ -113,43 +113,44 @@ class LayerParts:
             stored_heads=spec.num_kv_heads,
             window=NO_WINDOW if spec.sliding_window is None else spec.sliding_window,
             norm_kind=kind,
-            norm_eps=real(head_norm.eps or 0),
-            scale=real(spec.scale),
-            softcap=real(spec.softcap or 0),
+            norm_eps=f32(head_norm.eps or 0),
+            scale=f32(spec.scale),
+            softcap=f32(spec.softcap or 0),
         )
 
-    def ends(self) -> tuple[list[Any], LayerTail]:
-        """The weights of the mixer's first projections, and the rest of the layer."""
+    def projections_and_tail(self) -> tuple[list[Any], LayerTail]:
+        """The weights of the mixer's projections except the output projection, which is in the
+        LayerTail with everything after it."""
         operands = [linear.method.operands(linear.bias) for linear in self.linears]
-        of_mlp = [operands.pop() for _ in range(2 * (self.gated is not None))][::-1]
-        o, output_norm = operands.pop(), self.weight_of(self.behind[1])
+        mlp_operands = [operands.pop() for _ in range(2 * (self.gated is not None))][::-1]
+        o, output_norm = operands.pop(), self.weight_of(self.post_norms[1])
         mlp: Any = ()
         if self.gated is not None:
             inner = sum(self.gated.gate_up_proj.parts.values()) // 2
-            gate, in_pairs = GATES[self.gated.activation], DOTS and inner % PANEL == 0
-            in_pairs &= all(weight[0].dtype == np.uint32 for weight in of_mlp)
+            gate, in_pairs = GATES[self.gated.activation], BF16_DOTS and inner % PANEL == 0
+            in_pairs &= all(weight[0].dtype == np.uint32 for weight in mlp_operands)
             operand = np.empty(0, np.uint32 if in_pairs else np.float32)
-            mlp = GatedMLP(*of_mlp, output_norm, operand, inner, gate)
+            mlp = GatedMLP(*mlp_operands, output_norm, operand, inner, gate)
         elif self.experts:
             mlp = ExpertMLP(self.experts, output_norm)
         return operands, LayerTail(
             o=o,
-            attention_output_norm=self.weight_of(self.behind[0]),
-            mlp_norm=self.weight_of(self.before[1]),
+            attention_output_norm=self.weight_of(self.post_norms[0]),
+            mlp_norm=self.weight_of(self.pre_norms[1]),
             mlp=mlp,
             eps=np.float32(self.norms[0].eps),
-            norms_before=self.before[0] is not None,
-            norms_after=self.behind[0] is not None,
+            norms_before=self.pre_norms[0] is not None,
+            norms_after=self.post_norms[0] is not None,
             scale=np.float32(self.scale),
         )
 
     def weight_of(self, norm: RMSNorm | None) -> np.ndarray:
-        """A norm's weight; for None any array."""
+        """A norm's weight; for None any array of the same type, which the kernel ignores."""
         return (norm or self.norms[0]).weight.detach().numpy()
 
 
 class _FusedCall(NamedTuple):
-    """Layers that one call runs: what they share, and the operands of each."""
+    """Layers that one call runs: the parts of the first, their spec, and the operands of each."""
 
     parts: LayerParts
     spec: AttentionSpec | None
@@ -160,11 +161,11 @@ class FusedLayers:
     """Called like a `DecoderLayer`; overwrites both of its inputs.
 
     Attributes:
-        layers: in order; a layer with a `rest` is the last.
+        layers: the fused layers in order; only the last may have a `torch_mlp`.
     """
 
     @staticmethod
-    def takes(parts: LayerParts) -> bool:
+    def supports(parts: LayerParts) -> bool:
         """Whether a kernel supports each part: packed weights on one rank, plain norms."""
         return (
             isinstance(parts.backend, CPUBackend)
@@ -177,23 +178,23 @@ class FusedLayers:
         self.rotation = first.rotation
         self.layers: list[LayerParts] = []
         self._operands: list[tuple[Any, ...]] = []
-        self._memory: list[Any] = []
+        self._caches: list[Any] = []
         self._calls: list[_FusedCall] = []
         self.append(first)
 
     @property
-    def rest(self) -> Callable[[torch.Tensor], torch.Tensor] | None:
-        """What remains of the last layer after the kernel."""
-        return self.layers[-1].rest
+    def torch_mlp(self) -> Callable[[torch.Tensor], torch.Tensor] | None:
+        """The last layer's MLP, if it has no kernel."""
+        return self.layers[-1].torch_mlp
 
     @property
-    def depth(self) -> int:
+    def num_layers(self) -> int:
         """The number of layers."""
         return len(self.layers)
 
     def can_join(self, parts: LayerParts) -> bool:
-        """Whether this layer may run in the same call."""
-        return self.rest is None and self.rotation == parts.rotation
+        """Whether this layer can run in the same call, after the others."""
+        return self.torch_mlp is None and self.rotation == parts.rotation
 
     def append(self, parts: LayerParts) -> None:
         """Adds a layer after the others."""
@@ -212,37 +213,38 @@ class FusedLayers:
             rotation = rotation[self.rotation]
         if residual is None:
             x, residual = torch.from_numpy(np.zeros(x.shape, x.numpy().dtype)), x
-        given, calls = (x.numpy(), residual.numpy()), self._bound()
+        inputs, calls = (x.numpy(), residual.numpy()), self._bound()
 
         def run(call: _FusedCall, layers: Any, results: Any, rows: Any) -> None:
-            step = call.parts.step(rotation, batch, call.spec, given[0].dtype, rows)
+            step = call.parts.step(rotation, batch, call.spec, inputs[0].dtype, rows)
             decoder_layers(
-                *given, rows is None, NO_ROWS if rows is None else rows, *results, step,
+                *inputs, rows is None, NO_ROWS if rows is None else rows, *results, step,
                 call.operands, *layers, batch.attention.num_workers,
             )  # fmt: skip
 
         for call in calls:
             last = len(call.operands) - (rows is not None and call is calls[-1])
             if last:
-                run(call, (0, last), given, None)
-        if rows is not None:  # Why separate arrays: `rows` may be longer than the input.
+                run(call, (0, last), inputs, None)
+        if rows is not None:  # Why new arrays: `rows` may have more entries than the input.
             shape, count = (len(rows), x.shape[1]), len(calls[-1].operands)
             x, residual = torch.empty(shape), torch.empty(shape)
             run(calls[-1], (count - 1, count), (x.numpy(), residual.numpy()), rows.numpy())
-        return (x if self.rest is None else self.rest(x)), residual
+        return (x if self.torch_mlp is None else self.torch_mlp(x)), residual
 
     def _bound(self) -> list[_FusedCall]:
-        """The calls that run all layers: one, unless their attention (KV group, window) or the
-        types of their weights differ. They are rebuilt when the layers are bound to a cache."""
-        memory = [parts.memory for parts in self.layers]
-        if len(memory) != len(self._memory) or not all(map(operator.is_, memory, self._memory)):
+        """The calls that run all layers: one, unless their attention specs (KV group, window) or
+        the types of their weights differ. They are rebuilt after layers are bound to another
+        cache."""
+        caches = [parts.cache for parts in self.layers]
+        if len(caches) != len(self._caches) or not all(map(operator.is_, caches, self._caches)):
             layers = []
             for parts, operands in zip(self.layers, self._operands, strict=True):
-                spec, arrays = parts.bound()
+                spec, arrays = parts.spec_and_arrays()
                 layers.append((parts, spec, (arrays, *operands)))
-            self._memory, self._calls = memory, []
+            self._caches, self._calls = caches, []
             for _, alike in groupby(layers, lambda it: (it[1], type_of(it[2]))):
-                each = list(alike)
-                parts, spec, _ = each[0]
-                self._calls.append(_FusedCall(parts, spec, ArgumentTable([it[2] for it in each])))
+                group = list(alike)
+                parts, spec, _ = group[0]
+                self._calls.append(_FusedCall(parts, spec, ArgumentTable([it[2] for it in group])))
         return self._calls

@@ -1,8 +1,9 @@
 """CPUExperts: a mixture of experts as one compiled call on the CPU, or as part of one.
 
-Why: one call per expert costs Python 30 us, and a token uses eight per layer. The readable form is
-`SparseMLP`; tests/layers/test_cpu_experts.py compares the two. `models/cpu.py` makes it after the
-weights are loaded; `cpu_decoder.py` includes it in its layer's call if it can.
+Why: one call per expert takes 30 us of Python, and a token uses eight experts per layer. The
+reference implementation is `SparseMLP`; tests/layers/test_cpu_experts.py compares the two.
+`models/cpu.py` installs it after the weights are loaded; `cpu_decoder.py` includes it in the call
+of its layer if possible.
 """
 
 from __future__ import annotations
@@ -27,12 +28,13 @@ class CPUExperts:
 
     Attributes:
         adds_shared: the call includes the shared expert.
-        first: the arguments of `mixture` after x.
+        arguments: the arguments of `mixture` after x.
     """
 
     @staticmethod
-    def takes(router: Router, experts: Experts) -> bool:
-        """Whether a kernel supports each part: packed weights, whole panels of outputs."""
+    def supports(router: Router, experts: Experts) -> bool:
+        """Whether the kernel supports router and experts: packed weights, whole panels of
+        outputs."""
         gates, downs = zip(*((each.gate_up, each.down) for each in experts.experts), strict=True)
         methods = (*gates, *downs)
         return (
@@ -51,20 +53,20 @@ class CPUExperts:
         moe, self.all_reduce = router.moe, experts.all_reduce
         correction, no_bias = router.e_score_correction_bias, np.zeros(0, np.float32)
         down_bias = experts.down_bias if experts.shard.rank == 0 else None
-        all_of_them, inner = list(experts.experts), experts.local
-        self.first: tuple[Any, ...] = (
+        all_experts, inner = list(experts.experts), experts.local
+        self.arguments: tuple[Any, ...] = (
             router.method.operands(router.bias),
             no_bias if correction is None else correction.numpy(),
             (
                 moe.score == "sigmoid", moe.num_groups, moe.groups_per_token, moe.best_of_group,
-                moe.norm_topk_prob, np.float32(moe.norm_least), np.float32(moe.norm_epsilon),
+                moe.norm_topk_prob, np.float32(moe.norm_min), np.float32(moe.norm_epsilon),
                 np.float32(moe.scaling_factor),
             ),
-            _over_all([each.gate_up for each in all_of_them], experts.gate_up_bias, 2 * inner),
-            _over_all([each.down for each in all_of_them], down_bias, experts.shape[2]),
+            _stack_operands([e.gate_up for e in all_experts], experts.gate_up_bias, 2 * inner),
+            _stack_operands([e.down for e in all_experts], down_bias, experts.shape[2]),
             (
                 moe.num_experts, moe.num_experts_per_tok, experts.local,
-                GATES[all_of_them[0].activation],
+                GATES[all_experts[0].activation],
             ),
         )  # fmt: skip
         linears = getattr(shared, "gate_up_proj", None), getattr(shared, "down_proj", None)
@@ -73,7 +75,7 @@ class CPUExperts:
         )
         if self.adds_shared:
             gate = mlp.shared_expert_gate
-            self.first += (
+            self.arguments += (
                 (
                     *(linear.method.operands(linear.bias) for linear in linears),
                     sum(shared.gate_up_proj.parts.values()) // 2, GATES[shared.activation],
@@ -81,43 +83,43 @@ class CPUExperts:
                 ),
             )  # fmt: skip
         else:
-            self.first += ((),)
+            self.arguments += ((),)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         out = np.empty(x.shape, np.float32)
-        mixture(x.contiguous().numpy(), *self.first, out, num_workers())
+        mixture(x.contiguous().numpy(), *self.arguments, out, num_workers())
         return self.all_reduce(torch.from_numpy(out))
 
 
 def _are_alike(methods: Sequence[LinearMethod]) -> bool:
     """Whether their packed weights have the same sizes, and whole panels."""
     operands = (method.weight_operands() for method in methods)
-    sizes = {tuple(getattr(one, "size", one) for one in of_method) for of_method in operands}
-    return len(sizes) == 1 and all(getattr(method, "is_whole", True) for method in methods)
+    sizes = {tuple(getattr(array, "size", array) for array in method) for method in operands}
+    return len(sizes) == 1 and all(getattr(method, "has_whole_panels", True) for method in methods)
 
 
-def _over_all(
+def _stack_operands(
     methods: Sequence[LinearMethod], bias: torch.Tensor | None, outputs: int
 ) -> tuple[tuple[Any, ...], tuple[int, ...]]:
-    """The operands of one weight for all experts.
+    """Combines the operands of one matrix of all experts.
 
     Returns:
-        The operands: an array over all experts for each array, each scalar once, the biases last.
-            And the distance between experts in each.
+        The operands, biases last: one array over all experts for each array, each scalar once. And
+            the number of elements from one expert to the next in each, 0 for scalars.
     """
     columns = zip(*(method.weight_operands() for method in methods), strict=True)
-    found = [_reaching(of) if isinstance(of[0], np.ndarray) else (of[0], 0) for of in columns]
+    stacked = [_strided_view(x) if isinstance(x[0], np.ndarray) else (x[0], 0) for x in columns]
     if bias is None:
-        found.append((np.zeros(outputs, np.float32), 0))
+        stacked.append((np.zeros(outputs, np.float32), 0))
     else:
-        found.append((bias.numpy().reshape(-1), outputs))
-    arrays, steps = zip(*found, strict=True)
+        stacked.append((bias.numpy().reshape(-1), outputs))
+    arrays, steps = zip(*stacked, strict=True)
     return arrays, steps
 
 
-def _reaching(arrays: Sequence[np.ndarray]) -> tuple[np.ndarray, int]:
-    """Makes one array from the first expert's to the last one's, and returns the distance between
-    experts in it.
+def _strided_view(arrays: Sequence[np.ndarray]) -> tuple[np.ndarray, int]:
+    """Views the memory from the first expert's array to the end of the last one's as one array, and
+    returns it with the number of elements from one expert to the next.
 
     Why this works: `placement.py` allocates tensors contiguously in the order of modules, and all
     experts have the same sizes.

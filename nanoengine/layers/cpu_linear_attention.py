@@ -1,7 +1,7 @@
 """Recurrent layers on the CPU: compiled calls of whole layers, or of everything between their two
 projections.
 
-`CPUKernels.fuse` installs them; the readable forms are in `models/linear_attention.py`.
+`CPUKernels.fuse` installs them; the reference implementations are in `models/linear_attention.py`.
 """
 
 from __future__ import annotations
@@ -25,13 +25,15 @@ Spans = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 def spans_of(waves: Sequence[ScanStep]) -> Spans:
-    """The sequences of a step in the form that kernels read, wave after wave.
+    """The sequences of a step in the layout that kernels read, wave after wave.
+
+    A piece is a run of a sequence's tokens after which a state is written.
 
     Returns:
-        pieces: [P, 4] int64: the first token of a piece and the one after its last, the slot from
+        pieces: [P, 4] int64: a piece's first token and the token after its last, the slot from
             which the sequence starts, and the slot for the state after the piece.
-        firsts: [S + 1], where the pieces of each sequence begin.
-        edges: where the sequences of each wave begin, and the number of sequences.
+        firsts: [S + 1], the index of each sequence's first piece, and P.
+        edges: the index of each wave's first sequence, and S.
     """
     pieces, counts, edges = [np.empty((0, 4), np.int64)], [0], [0]
     for wave in waves:
@@ -51,12 +53,12 @@ def spans_of(waves: Sequence[ScanStep]) -> Spans:
 
 
 class CPURule:
-    """Everything between two projections of one layer as one compiled call, in float32.
+    """Everything between the two projections of one layer as one compiled call, in float32.
 
     Attributes:
-        rule: the compiled call.
-        mixer: the operands of the kernel for the whole layer: the projections' and these.
-        operands: the call's arguments after the states.
+        rule: the compiled function.
+        mixer: the kernel's named tuple of a whole layer's operands: projections, then `operands`.
+        operands: the function's arguments after the states.
     """
 
     rule: Any
@@ -66,10 +68,11 @@ class CPURule:
     def __init__(self, layer: Any) -> None:
         self._layer = layer
 
-    def __call__(self, *given: Any) -> torch.Tensor:
-        """Called like the layer's `mix`: the projected tensors, the batch, and the wanted rows."""
-        *projected, batch, rows = given
-        states, (groups, heads, _, values) = self._layer.rows.numpy(), self.operands[1]
+    def __call__(self, *arguments: Any) -> torch.Tensor:
+        """Called like the layer's `mix`: the projected tensors, the batch, and the rows to
+        return."""
+        *projected, batch, rows = arguments
+        states, (groups, heads, _, values) = self._layer.flat_states.numpy(), self.operands[1]
         out = np.empty((len(projected[0]), groups * heads * values), np.float32)
         self.rule(
             *(tensor.numpy() for tensor in projected), spans_of(batch.state_waves), states,
@@ -87,18 +90,18 @@ class CPUDelta(CPURule):
     def __init__(self, layer: Any) -> None:
         super().__init__(layer)
         plan, order = layer.plan, layer.out_order
-        of_all = torch.arange(plan.num_value_heads) if order is None else order.argsort()
+        out_order = torch.arange(plan.num_value_heads) if order is None else order.argsort()
         weights = layer.conv1d.weight, layer.decay.a_log, layer.decay.dt_bias, layer.norm.weight
         heads = plan.num_value_heads // plan.num_key_heads
         self.operands = (
-            (*(weight.detach().numpy() for weight in weights), of_all.numpy()),
+            (*(weight.detach().numpy() for weight in weights), out_order.numpy()),
             (plan.num_key_heads, heads, plan.key_dim, plan.value_dim),
             np.float32(layer.eps),
         )
 
 
-class StateParts(LayerParts):
-    """The parts of a decoder layer with a recurrent state.
+class RecurrentParts(LayerParts):
+    """The submodules of a decoder layer whose mixer is recurrent.
 
     Attributes:
         mixer: the layer's `RecurrentLayer`.
@@ -108,18 +111,18 @@ class StateParts(LayerParts):
         self.mixer, self.backend = layer.mixer, backend
         super().__init__(layer)
 
-    def of_mixer(self, layer: Any) -> list[Linear]:
+    def collect_mixer(self, layer: Any) -> list[Linear]:
         mixer = layer.mixer
         if mixer.plan.kind == "delta":
             return [mixer.in_proj_qkvz, mixer.in_proj_ba, mixer.out_proj]
         return [mixer.in_proj, mixer.out_proj]
 
     @property
-    def memory(self) -> Any:
-        return self.mixer.rows
+    def cache(self) -> Any:
+        return self.mixer.flat_states
 
-    def bound(self) -> tuple[None, tuple[Any, ...]]:
-        return None, (self.memory.numpy(),)
+    def spec_and_arrays(self) -> tuple[None, tuple[Any, ...]]:
+        return None, (self.cache.numpy(),)
 
     def step(self, rotation: Rotation, batch: Batch, spec: Any, *rows: Any) -> tuple[Any, ...]:
         kept: CPUStep = batch.attention

@@ -4,10 +4,10 @@
     S = S + k (beta (v - k S))            move the value recalled by k towards v, by beta
     out = q S
 
-`step` computes it for one token of many sequences. `scan` computes it for many tokens of one, by
-matrix products over chunks of 64: within a chunk the corrections depend on each other only through
-a triangular system (the WY form). Chunks begin at positions that are multiples of 64, so a result
-hardly depends on how a prompt was cut. Both compute in the dtype of the states.
+`step` computes one token of each of many sequences. `scan` computes many tokens of one sequence, by
+matrix products over chunks of 64: within a chunk, the corrections beta (v - k S) are the solution
+of a triangular system (the WY form). Chunks begin at positions that are multiples of 64, so results
+hardly depend on how a prompt is split into steps. Both compute in the dtype of the states.
 
 Source: Yang et al., "Gated Delta Networks" (arXiv 2412.06464); the chunked form is from
 "Parallelizing Linear Transformers with the Delta Rule" (arXiv 2406.06484).
@@ -35,9 +35,9 @@ class DeltaInputs(NamedTuple):
     decay: torch.Tensor  # [T, H]
     beta: torch.Tensor  # [T, H]
 
-    def part(self, which: slice) -> DeltaInputs:
+    def part(self, tokens: slice) -> DeltaInputs:
         """Selects some of the tokens."""
-        return DeltaInputs(*(tensor[which] for tensor in self))
+        return DeltaInputs(*(tensor[tokens] for tensor in self))
 
 
 def step(
@@ -59,8 +59,8 @@ def step(
 
 
 class Chunks(NamedTuple):
-    """The effect of each chunk on a state S: with `new` = values - recalls S, it outputs read S +
-    attended new, and the next state is forget S + write^T new."""
+    """The effect of each chunk on a state S. With `new` = values - recalls S, the output is read S
+    + attended new, and the next state is forget S + write^T new."""
 
     read: torch.Tensor  # [C, H, P, E]
     recalls: torch.Tensor  # [C, H, P, E]
@@ -70,7 +70,7 @@ class Chunks(NamedTuple):
     forget: torch.Tensor  # [C, H, 1, 1]
 
 
-def through_chunks(chunks: Chunks, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def scan_chunks(chunks: Chunks, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Advances a state [H, E, V] over all chunks in order.
 
     Returns:
@@ -96,27 +96,27 @@ def scan(
     front = position % CHUNK
     count = len(inputs.q)
     back = -(front + count) % CHUNK
-    # Why zeros do no harm: without key, decay and beta a token neither reads nor changes anything.
-    q, k, v = (_chunks(F.pad(x, (0, 0, 0, 0, front, back))) for x in inputs[:3])  # [C, H, P, E]
-    decay, beta = (_chunks(F.pad(x, (0, 0, front, back))) for x in inputs[3:])  # [C, H, P]
-    since = decay.cumsum(-1)  # since the chunk's beginning
-    between = since.unsqueeze(-1) - since.unsqueeze(-2)  # [C, H, P, P], from column to row
-    ahead = torch.ones_like(between[0, 0], dtype=torch.bool).triu(1)
-    between = between.masked_fill(ahead, -torch.inf).exp()
-    wanted = beta.unsqueeze(-1) * k
-    system = wanted @ k.mT * between  # its diagonal is taken as ones
-    right = torch.cat((beta.unsqueeze(-1) * v, wanted * since.exp().unsqueeze(-1)), dim=-1)
+    # Why zeros are harmless: a token whose key, decay and beta are 0 does not change the state.
+    q, k, v = (_chunked(F.pad(x, (0, 0, 0, 0, front, back))) for x in inputs[:3])  # [C, H, P, E]
+    decay, beta = (_chunked(F.pad(x, (0, 0, front, back))) for x in inputs[3:])  # [C, H, P]
+    decays = decay.cumsum(-1)  # from the chunk's beginning
+    pairwise = decays.unsqueeze(-1) - decays.unsqueeze(-2)  # [C, H, P, P], from column to row
+    future = torch.ones_like(pairwise[0, 0], dtype=torch.bool).triu(1)
+    pairwise = pairwise.masked_fill(future, -torch.inf).exp()
+    k_beta = beta.unsqueeze(-1) * k
+    system = k_beta @ k.mT * pairwise  # `unitriangular` replaces its diagonal by ones
+    right = torch.cat((beta.unsqueeze(-1) * v, k_beta * decays.exp().unsqueeze(-1)), dim=-1)
     solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
     values, recalls = solved.split((v.shape[-1], k.shape[-1]), dim=-1)
-    attended = q @ k.mT * between
-    read = q * since.exp().unsqueeze(-1)
-    last = since[..., -1:]
-    write = k * (last - since).exp().unsqueeze(-1)
+    attended = q @ k.mT * pairwise
+    read = q * decays.exp().unsqueeze(-1)
+    last = decays[..., -1:]
+    write = k * (last - decays).exp().unsqueeze(-1)
     forget = last.exp().unsqueeze(-1)
-    out, state = through_chunks(Chunks(read, recalls, write, values, attended, forget), state)
+    out, state = scan_chunks(Chunks(read, recalls, write, values, attended, forget), state)
     return out.transpose(1, 2).flatten(0, 1)[front : front + count], state
 
 
-def _chunks(x: torch.Tensor) -> torch.Tensor:
+def _chunked(x: torch.Tensor) -> torch.Tensor:
     """[C * P, H, ...] -> [C, H, P, ...]."""
     return x.unflatten(0, (-1, CHUNK)).transpose(1, 2)

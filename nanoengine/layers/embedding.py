@@ -15,18 +15,18 @@ from nanoengine.layers.kernels import Masks
 from nanoengine.layers.layer import Layer, ModelContext
 
 NAME = "model.embed_tokens"
-"""The name under which an embedding's method is requested."""
+"""The embedding's full name."""
 
 
 class Embedding(Layer):
-    """Token ids [T] -> [T, hidden_size]. Each rank holds some rows of the vocabulary.
+    """Token ids [T] -> [T, hidden_size]. Each rank has some rows of the vocabulary.
 
     Attributes:
-        lookup: ids [T] -> rows of the weight; a tied head provides it, and may store the weight in
-            another form.
-        store: loads this rank's rows of the checkpoint; a tied head provides it too.
-        method: holds the weight if it is quantized in the checkpoint; else None, and `weight` holds
-            it.
+        lookup: ids [T] -> rows of the weight. A tied head replaces it, because the head may pack
+            the weight.
+        store: loads this rank's rows of the checkpoint; replaced by a tied head too.
+        method: has the weight if it is quantized in the checkpoint; otherwise None, and `weight`
+            has it.
     """
 
     def __init__(self, vocab_size: int, hidden_size: int, *, context: ModelContext) -> None:
@@ -46,13 +46,13 @@ class Embedding(Layer):
         self.store: Callable[[torch.Tensor], object] = self.weight.copy_
 
     def plain_lookup(self, ids: torch.Tensor) -> torch.Tensor:
-        """Ids [T] -> rows of the weight as it is stored."""
+        """Ids [T] -> rows of `weight`."""
         return F.embedding(ids, self.weight)
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         if self.shard.world_size == 1:
             return self.lookup(token_ids).to(self.dtype)
-        # A rank gives zeros for tokens that another rank holds; the sum is the embedding.
+        # A rank returns zeros for tokens of other ranks; the sum over ranks is the embedding.
         mine = (token_ids >= self.rows.start) & (token_ids < self.rows.stop)
         local_ids = torch.where(mine, token_ids - self.rows.start, 0)
         rows = self.lookup(local_ids).to(self.dtype)
@@ -69,7 +69,7 @@ class Embedding(Layer):
 class OutputHead(Layer):
     """Hidden states [L, hidden_size] -> logits [L, vocab_size] on every rank.
 
-    A tied head multiplies by the embedding's own weight and has no tensor in the checkpoint.
+    A tied head uses the embedding's weight and has no tensor in the checkpoint.
     """
 
     def __init__(self, name: str, embedding: Embedding, *, tied: bool, context: ModelContext):
@@ -81,7 +81,7 @@ class OutputHead(Layer):
             return
         self.method = context.kernels.linear(name)
         if tied:
-            self.method.hold(embedding.weight)
+            self.method.set_weight(embedding.weight)
             embedding.lookup, embedding.store = self.method.rows, self.method.load
         else:
             local = self.rows.stop - self.rows.start

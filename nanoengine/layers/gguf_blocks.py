@@ -1,10 +1,10 @@
 """Reads blocks of a GGUF file's quantized types as a `QuantizedWeight`, in plain torch. Kernels
-that read blocks themselves get the positions of the codes.
+that unpack blocks themselves get the positions of the codes.
 
-The loaders of GGUF matrices call this with rows as `read_rows` returns them. A row consists of
-blocks of 32 or 256 inputs, each with its own scales. The bits of a value are in one or two planes:
+`quantized_formats.GGUF` calls this with rows of bytes. A row consists of blocks of 32 or 256
+inputs, each with its own scales. The bits of a value are in one or two planes:
 
-    Q6_K   low [128], 4 bits a value | high [64], 2 bits | scales [16] int8 | d, float16
+    Q6_K   low [128], 4 bits per value | high [64], 2 bits | scales [16] int8 | d, float16
                 value = (low + 16 * high - 32) * scale * d
 
 Source: the structs block_* of ggml-common.h and the functions dequantize_row_* of ggml-quants.c.
@@ -30,20 +30,22 @@ from nanoengine.kernels.code_tables import E2M1, IQ4
 from nanoengine.layers.quantized_weight import QuantizedWeight
 
 Planes = tuple[int, int]
-"""Bits per value, and bytes per run. The lowest bits of a run's bytes are its first values, the
-bits above them the next values, and so on."""
+"""Bits per value, and bytes per run. In each run, the lowest bits of all bytes are the first
+values, the next higher bits the next values, and so on."""
 
 Scales = tuple[torch.Tensor, torch.Tensor | None]
+"""Scales, and mins or None."""
 
 
 class Layout(NamedTuple):
-    """What the bytes of a block are.
+    """The bytes of a block.
 
     Attributes:
-        parts: name -> bytes, in their order: "d", the scale of the block; "m", its minimum, or
-            "dm", the scale of its mins; "low" and "high" bits of values; "scales" of groups.
-        low, high: how the bits of values are stored in these parts.
-        groups: decodes the part "scales" to integer scales per group, and mins, which are
+        parts: name -> number of bytes, in the order of the block: "d", the scale of the block; "m",
+            its minimum, or "dm", the scale of its mins; "low" and "high" bits of values; "scales"
+            of groups.
+        low, high: how these two parts store the bits of values.
+        groups: unpacks the part "scales" to integer scales per group, and mins, which are
             subtracted.
         group_size: inputs that share a scale.
         table: see `QuantizedWeight`.
@@ -57,7 +59,7 @@ class Layout(NamedTuple):
     table: tuple[int, ...] = ()
 
 
-def planes(packed: torch.Tensor, form: Planes) -> torch.Tensor:
+def unpack_planes(packed: torch.Tensor, form: Planes) -> torch.Tensor:
     """Unpacks the values of packed bytes, [N, B, bytes] -> [N, B, values] uint8."""
     bits, run = form
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8).unsqueeze(1)
@@ -65,14 +67,14 @@ def planes(packed: torch.Tensor, form: Planes) -> torch.Tensor:
     return (runs >> shifts).bitwise_and_((1 << bits) - 1).flatten(2)
 
 
-def _pairs(scales: torch.Tensor) -> Scales:
-    """Q2_K: a byte is a scale and a min."""
+def _q2_k_scales(scales: torch.Tensor) -> Scales:
+    """A byte has a scale in its low half and a min in its high half."""
     return (scales & 15).view(torch.int8), scales >> 4
 
 
-def _sixes(scales: torch.Tensor) -> Scales:
-    """Q4_K and Q5_K: 12 bytes are 8 scales and 8 mins of 6 bits. The first four of each have a byte
-    of their own, which also holds the upper 2 bits of the last four."""
+def _q4_k_scales(scales: torch.Tensor) -> Scales:
+    """Also Q5_K: 12 bytes have 8 scales and 8 mins of 6 bits. The first four of each are the low 6
+    bits of 8 bytes, whose upper 2 bits belong to the last four."""
     first, first_mins, last = scales.unflatten(2, (3, 4)).unbind(2)
     return (
         torch.cat((first & 63, (last & 15) | (first >> 6 << 4)), 2).view(torch.int8),
@@ -80,7 +82,7 @@ def _sixes(scales: torch.Tensor) -> Scales:
     )
 
 
-def packed_groups(scales: torch.Tensor, mins: torch.Tensor, groups: int) -> torch.Tensor:
+def pack_group_scales(scales: torch.Tensor, mins: torch.Tensor, groups: int) -> torch.Tensor:
     """Packs scales and mins [N, G] of blocks of 8 or 16 groups as in Q4_K and Q2_K: [N, B, 12 or
     16] uint8."""
     filled = (F.pad(n.view(torch.uint8), (0, -n.shape[1] % groups)) for n in (scales, mins))
@@ -92,26 +94,26 @@ def packed_groups(scales: torch.Tensor, mins: torch.Tensor, groups: int) -> torc
     return torch.cat((*firsts, (last & 15) | (last_mins << 4)), 2)
 
 
-def _signed_sixes(scales: torch.Tensor) -> Scales:
-    """Q3_K: 12 bytes are 16 scales of 6 bits, 4 in the first 8 bytes, 2 in the rest."""
-    low, high = planes(scales[:, :, :8], (4, 8)), planes(scales[:, :, 8:], (2, 4))
+def _q3_k_scales(scales: torch.Tensor) -> Scales:
+    """12 bytes have 16 scales of 6 bits: the low 4 in the first 8 bytes, the high 2 in the rest."""
+    low, high = unpack_planes(scales[:, :, :8], (4, 8)), unpack_planes(scales[:, :, 8:], (2, 4))
     return ((low | (high << 4)) - 32).view(torch.int8), None
 
 
-def _signed_sixes_of_neighbours(scales: torch.Tensor) -> Scales:
-    """IQ4_XS: 6 bytes are 8 scales of 6 bits, 2 in the first 2 bytes, 4 in the rest."""
-    high, low = planes(scales[:, :, :2], (2, 1)), planes(scales[:, :, 2:], (4, 1))
+def _iq4_xs_scales(scales: torch.Tensor) -> Scales:
+    """6 bytes have 8 scales of 6 bits: the high 2 in the first 2 bytes, the low 4 in the rest."""
+    high, low = unpack_planes(scales[:, :, :2], (2, 1)), unpack_planes(scales[:, :, 2:], (4, 1))
     return ((low | (high << 4)) - 32).view(torch.int8), None
 
 
-def _bytes(scales: torch.Tensor) -> Scales:
-    """Q6_K."""
+def _q6_k_scales(scales: torch.Tensor) -> Scales:
+    """A byte is a scale."""
     return scales.contiguous().view(torch.int8), None
 
 
-def _ones(sums: torch.Tensor) -> Scales:
-    """Q8_K: the block has one float32 scale, which may not fit into the float16 scale of a
-    group."""
+def _q8_k_scales(sums: torch.Tensor) -> Scales:
+    """The block has one float32 scale, which may not fit into the float16 scale of a group, so all
+    groups get the scale 1."""
     return torch.ones_like(sums[:, :, ::4]).view(torch.int8), None
 
 
@@ -121,20 +123,20 @@ LAYOUTS = {
     "Q5_0": Layout({"d": 2, "high": 4, "low": 16}, (4, 16), (1, 1)),
     "Q5_1": Layout({"d": 2, "m": 2, "high": 4, "low": 16}, (4, 16), (1, 1)),
     "Q8_0": Layout({"d": 2, "low": 32}, (8, 32)),
-    "Q2_K": Layout({"scales": 16, "low": 64, "d": 2, "dm": 2}, (2, 32), None, _pairs, 16),
+    "Q2_K": Layout({"scales": 16, "low": 64, "d": 2, "dm": 2}, (2, 32), None, _q2_k_scales, 16),
     "Q3_K": Layout(
-        {"high": 32, "low": 64, "scales": 12, "d": 2}, (2, 32), (1, 32), _signed_sixes, 16
+        {"high": 32, "low": 64, "scales": 12, "d": 2}, (2, 32), (1, 32), _q3_k_scales, 16
     ),
-    "Q4_K": Layout({"d": 2, "dm": 2, "scales": 12, "low": 128}, (4, 32), None, _sixes),
+    "Q4_K": Layout({"d": 2, "dm": 2, "scales": 12, "low": 128}, (4, 32), None, _q4_k_scales),
     "Q5_K": Layout(
-        {"d": 2, "dm": 2, "scales": 12, "high": 32, "low": 128}, (4, 32), (1, 32), _sixes
+        {"d": 2, "dm": 2, "scales": 12, "high": 32, "low": 128}, (4, 32), (1, 32), _q4_k_scales
     ),
-    "Q6_K": Layout({"low": 128, "high": 64, "scales": 16, "d": 2}, (4, 64), (2, 32), _bytes, 16),
-    "Q8_K": Layout({"d": 4, "low": 256, "scales": 32}, (8, 256), None, _ones),
+    "Q6_K": Layout(
+        {"low": 128, "high": 64, "scales": 16, "d": 2}, (4, 64), (2, 32), _q6_k_scales, 16
+    ),
+    "Q8_K": Layout({"d": 4, "low": 256, "scales": 32}, (8, 256), None, _q8_k_scales),
     "IQ4_NL": Layout({"d": 2, "low": 16}, (4, 16), table=IQ4),
-    "IQ4_XS": Layout(
-        {"d": 2, "scales": 6, "low": 128}, (4, 16), None, _signed_sixes_of_neighbours, table=IQ4
-    ),
+    "IQ4_XS": Layout({"d": 2, "scales": 6, "low": 128}, (4, 16), None, _iq4_xs_scales, table=IQ4),
     "MXFP4": Layout({"d": 1, "low": 16}, (4, 16), table=E2M1),
 }  # fmt: skip
 """The layout of each quantized type of `TYPES`."""
@@ -148,12 +150,12 @@ def read_blocks(type: str, rows: torch.Tensor) -> QuantizedWeight:
         rows: [N, bytes] uint8.
 
     Raises:
-        WeightLoadError: a scale or a min is not finite, so the bytes are damaged.
+        WeightLoadError: a scale or a min is NaN or infinite, so the file is damaged.
     """
     layout, parts = LAYOUTS[type], _parts(type, rows)
-    codes, bits = planes(parts["low"], layout.low), layout.low[0]
+    codes, bits = unpack_planes(parts["low"], layout.low), layout.low[0]
     if layout.high is not None:
-        codes |= planes(parts["high"], layout.high) << bits
+        codes |= unpack_planes(parts["high"], layout.high) << bits
     weight = read_scales(type, rows)
     if layout.table:
         table = torch.tensor(layout.table, dtype=torch.int8)
@@ -169,21 +171,21 @@ def read_blocks(type: str, rows: torch.Tensor) -> QuantizedWeight:
 
 
 def read_scales(type: str, rows: torch.Tensor) -> QuantizedWeight:
-    """As `read_blocks`, but without the values: their tensor has the shape and no memory. Scales of
-    one level stay float16 if the file stores float16."""
+    """As `read_blocks` without the values, whose tensor has the right shape but no memory. Scales
+    of one level stay float16 if the file stores float16."""
     layout, parts = LAYOUTS[type], _parts(type, rows)
-    factors = floats(parts["d"])
+    factors = block_floats(parts["d"])
     scales, mins, min_factors = factors, None, None
     if layout.groups is not None:
         factors = factors.float()
         scales, mins = layout.groups(parts["scales"])
     if "dm" in parts:
-        min_factors = floats(parts["dm"]).float()
+        min_factors = block_floats(parts["dm"]).float()
     elif "m" in parts:
-        mins = -floats(parts["m"])
-    for numbers in (factors, mins, min_factors):
-        if numbers is not None and not numbers.isfinite().all():
-            raise WeightLoadError(f"a scale or a min of its {type} blocks is no finite number")
+        mins = -block_floats(parts["m"])
+    for values in (factors, mins, min_factors):
+        if values is not None and not values.isfinite().all():
+            raise WeightLoadError(f"a scale or a min of its {type} blocks is NaN or infinite")
     count = scales.shape[1] * TYPES[type].inputs
     return QuantizedWeight(
         values=torch.zeros((), dtype=torch.int8).expand(len(rows), count),
@@ -199,51 +201,51 @@ def read_scales(type: str, rows: torch.Tensor) -> QuantizedWeight:
 
 
 def _parts(type: str, rows: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The parts of all blocks, [N, B, bytes] uint8, by name."""
+    """Splits blocks into their parts: name -> [N, B, bytes] uint8."""
     blocks, sizes = rows.unflatten(1, (-1, TYPES[type].bytes)), LAYOUTS[type].parts
     return dict(zip(sizes, blocks.split(list(sizes.values()), 2), strict=True))
 
 
 class StoredCodes(NamedTuple):
-    """Codes as they are stored in rows of bytes; see `kernels/pack_groupwise.py`.
+    """Packed codes in rows of bytes, for `kernels/pack_groupwise.py`.
 
     Attributes:
         rows: [N, bytes] uint8.
         size: bytes per block.
-        places: uint64 [C, 4].
-        widths: bits of the lower part of a code, and of the upper one.
+        positions: uint64 [C, 4]: byte and shift of the low bits of code 4 i, then of its high bits.
+        widths: bits of the low part of a code, and of the high part.
     """
 
     rows: np.ndarray
     size: int
-    places: np.ndarray
+    positions: np.ndarray
     widths: tuple[int, int]
 
 
 def stored_codes(type: str, rows: torch.Tensor) -> StoredCodes:
-    """The codes of rows of a quantized type, without reading them."""
-    return StoredCodes(rows.numpy(), TYPES[type].bytes, *_places(type))
+    """Returns rows of a quantized type as `StoredCodes`, without unpacking them."""
+    return StoredCodes(rows.numpy(), TYPES[type].bytes, *_code_positions(type))
 
 
 @functools.cache
-def _places(type: str) -> tuple[np.ndarray, tuple[int, int]]:
-    """The positions of the codes in a block."""
+def _code_positions(type: str) -> tuple[np.ndarray, tuple[int, int]]:
+    """Returns `StoredCodes.positions` and `widths` of a type."""
     layout, first = LAYOUTS[type], np.arange(0, TYPES[type].inputs, 4)
-    places, widths = np.zeros((len(first), 4), np.uint64), []
-    at = dict(zip(layout.parts, np.cumsum([0, *layout.parts.values()]), strict=False))
+    positions, widths = np.zeros((len(first), 4), np.uint64), []
+    starts = dict(zip(layout.parts, np.cumsum([0, *layout.parts.values()]), strict=False))
     for name, (bits, run), column in (("low", layout.low, 0), ("high", layout.high or (0, 4), 2)):
         widths.append(-bits if run == 1 else bits)
         if bits:
             each = run * 8 // bits
-            places[:, column] = at[name] + first // each * run + first % run
-            places[:, column + 1] = first % each // run * bits
-    return places, (widths[0], widths[1])
+            positions[:, column] = starts[name] + first // each * run + first % run
+            positions[:, column + 1] = first % each // run * bits
+    return positions, (widths[0], widths[1])
 
 
-def floats(numbers: torch.Tensor) -> torch.Tensor:
-    """One float per block, [N, B, bytes] -> [N, B, 1]: float16 or float32. For MXFP4 it is half the
-    power of two, as float32, because its table has doubled values; the byte 255 is NaN."""
-    if numbers.shape[2] == 1:
-        return torch.tensor([*(2.0 ** (e - 128) for e in range(255)), math.nan])[numbers.int()]
-    stored = {2: torch.float16, 4: torch.float32}[numbers.shape[2]]
-    return numbers.contiguous().view(stored)
+def block_floats(values: torch.Tensor) -> torch.Tensor:
+    """One float per block, [N, B, bytes] -> [N, B, 1], float16 or float32. For MXFP4 it is half the
+    stored power of two, because `E2M1` has doubled values; the byte 255 is NaN."""
+    if values.shape[2] == 1:
+        return torch.tensor([*(2.0 ** (e - 128) for e in range(255)), math.nan])[values.int()]
+    stored = {2: torch.float16, 4: torch.float32}[values.shape[2]]
+    return values.contiguous().view(stored)

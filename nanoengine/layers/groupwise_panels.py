@@ -29,24 +29,24 @@ from nanoengine.kernels.groupwise_gemm import (
     ZEROS,
     Form,
     has_spread,
-    most_grouped,
+    max_groupwise_rows,
     unit_bytes,
 )
 from nanoengine.kernels.int8_gemm import UNIT
 from nanoengine.kernels.isa import CURRENT
 from nanoengine.kernels.pack_groupwise import pack_codes, pack_lines
 from nanoengine.kernels.threads import num_workers
-from nanoengine.layers.gguf_blocks import StoredCodes, packed_groups
+from nanoengine.layers.gguf_blocks import StoredCodes, pack_group_scales
 from nanoengine.layers.placement import empty_bytes
 from nanoengine.layers.quantized_weight import BLOCK, QuantizedWeight, codes_of, row_factors
 
 assert BLOCK == UNIT * UNITS
-BYTES = np.array([[four, 0, 0, 0] for four in range(0, UNIT, 4)], np.uint64)
-"""Positions of codes with one byte each; see `StoredCodes`."""
+BYTES = np.array([[offset, 0, 0, 0] for offset in range(0, UNIT, 4)], np.uint64)
+"""`StoredCodes.positions` of codes with one byte each."""
 
 
 class PanelLayout(NamedTuple):
-    """How a part is packed: its form, and the units that share a scale, as a power of two."""
+    """How a part is packed: its form, and the log2 of the number of units that share a scale."""
 
     form: Form
     shift: int
@@ -59,16 +59,16 @@ def layout_of(weight: QuantizedWeight) -> PanelLayout | None:
     two_levels, centered = weight.factors is not None, int(lowest < 0)
     if two_levels:
         assert weight.factors is not None
-        fits = size in (16, 32) and -(-inputs // BLOCK) == weight.factors.shape[1]
-        fits &= weight.zeros is None
+        is_supported = size in (16, 32) and -(-inputs // BLOCK) == weight.factors.shape[1]
+        is_supported &= weight.zeros is None
         shift = 0
     else:
-        fits = size == inputs or size % UNIT == 0
+        is_supported = size == inputs or size % UNIT == 0
         shift = 3 if size == inputs else (math.gcd(size // UNIT, UNITS) or 1).bit_length() - 1
-    fits &= weight.table in TABLES and bits in (2, 3, 4, 5, 6, 8)
-    fits &= bool(weight.table) or lowest == -centered << bits - 1
-    fits &= (bits, centered) != (8, 0) and (weight.zeros is None or weight.mins is None)
-    if not fits:
+    is_supported &= weight.table in TABLES and bits in (2, 3, 4, 5, 6, 8)
+    is_supported &= bool(weight.table) or lowest == -centered << bits - 1
+    is_supported &= (bits, centered) != (8, 0) and (weight.zeros is None or weight.mins is None)
+    if not is_supported:
         return None
     offset = ZEROS if weight.zeros is not None else NONE if weight.mins is None else MINS
     table, halves = TABLES.index(weight.table), 2 if two_levels and size == 16 else 1
@@ -95,8 +95,8 @@ class GroupedPanels:
 
     Args:
         allocate: allocates the memory of the whole.
-        one_form: all rows are expected to have the same form; otherwise they are packed into
-            another buffer first.
+        one_form: all rows are expected to have the same form, so they are packed in place.
+            Otherwise they are packed into another buffer first.
     """
 
     def __init__(
@@ -105,38 +105,37 @@ class GroupedPanels:
         self.outputs, self.inputs = outputs, inputs
         self._allocate, self._allocate_first = allocate, allocate if one_form else empty_bytes
         self.rows_left = outputs
-        self._runs: list[PackedRows] = []
-        self._loose: list[tuple[int, QuantizedWeight]] = []
-        self._whole: dict[PanelLayout, torch.Tensor] = {}
+        self._packed: list[PackedRows] = []
+        self._partial: list[tuple[int, QuantizedWeight]] = []
+        self._buffers: dict[PanelLayout, torch.Tensor] = {}
 
     def add(self, weight: QuantizedWeight, first: int, codes: StoredCodes | None = None) -> None:
-        """Adds rows from `first` on; with `codes` they must fill whole panels; see `pack`.
+        """Adds rows from `first` on. With `codes` (see `pack`) they must fill whole panels.
 
         Raises:
-            WeightLoadError: earlier rows have a kernel, and these have none.
+            WeightLoadError: no kernel supports these rows, although one supports earlier rows.
         """
         count = len(weight.values)
         self.rows_left -= count
         layout = layout_of(weight)
         if layout is None:
             raise WeightLoadError(
-                f"rows {first} to {first + count} of a matrix are quantized in groups of"
-                f" {weight.group_size}, unlike those before them: give all rows groups of a"
-                f" multiple of {UNIT}"
+                f"rows {first} to {first + count} of a matrix have groups of {weight.group_size}"
+                f" inputs, unlike earlier rows: quantize all rows in groups of a multiple of {UNIT}"
             )
         if not self.fills_panels(first, count):
             assert codes is None
-            self._loose.append((first, weight))
+            self._partial.append((first, weight))
             return
-        # Why a buffer for all rows: most matrices have one form, and then need no copy. Pages that
-        # are never written take no memory.
+        # Why each form has a buffer for all rows: most matrices have one form, which then needs no
+        # copy. Pages that are never written take no memory.
         step = self._step(layout)
-        if layout not in self._whole:
+        if layout not in self._buffers:
             size = self._start(1) + -(-self.outputs // PANEL) * step
-            self._whole[layout] = self._allocate_first(size)
-        data = self._whole[layout]
+            self._buffers[layout] = self._allocate_first(size)
+        data = self._buffers[layout]
         pack(weight, layout, data, self._start(1) + first // PANEL * step, codes)
-        self._runs.append(PackedRows(first, count, layout, first // PANEL, data))
+        self._packed.append(PackedRows(first, count, layout, first // PANEL, data))
 
     def fills_panels(self, first: int, count: int) -> bool:
         """Whether these rows share no panel with others."""
@@ -150,26 +149,26 @@ class GroupedPanels:
     def _start(parts: int) -> int:
         return 8 * (HEAD + parts * RECORD)
 
-    def _pack_loose(self) -> None:
-        """Packs rows that fill no whole panels, together with adjacent rows."""
-        in_order = sorted(self._loose, key=lambda it: it[0])
-        for layout, group in groupby(in_order, lambda it: layout_of(it[1])):
+    def _pack_partial_panels(self) -> None:
+        """Packs rows that do not fill whole panels, together with adjacent rows."""
+        by_row = sorted(self._partial, key=lambda it: it[0])
+        for layout, group in groupby(by_row, lambda it: layout_of(it[1])):
             assert layout is not None
-            for following in _neighbours(list(group)):
-                whole = QuantizedWeight.stacked([weight for _, weight in following], "one matrix")
+            for adjacent in _adjacent(list(group)):
+                whole = QuantizedWeight.stacked([weight for _, weight in adjacent], "one matrix")
                 count = len(whole.values)
                 data = empty_bytes(self._start(1) + -(-count // PANEL) * self._step(layout))
                 pack(whole, layout, data, self._start(1))
-                self._runs.append(PackedRows(following[0][0], count, layout, 0, data))
+                self._packed.append(PackedRows(adjacent[0][0], count, layout, 0, data))
 
     def finish(self) -> torch.Tensor:
         """Returns all rows, [bytes] uint8."""
-        self._pack_loose()
+        self._pack_partial_panels()
         parts: list[list[PackedRows]] = []
-        for run in sorted(self._runs):
+        for run in sorted(self._packed):
             last = parts[-1][-1] if parts else None
-            beside = last is not None and last.data is run.data and last.layout == run.layout
-            if beside and last.panel + last.count // PANEL == run.panel:
+            same_buffer = last is not None and last.data is run.data and last.layout == run.layout
+            if same_buffer and last.panel + last.count // PANEL == run.panel:
                 parts[-1].append(run)
             else:
                 parts.append([run])
@@ -182,19 +181,19 @@ class GroupedPanels:
         words, start, panel = data.view(torch.int64), self._start(len(parts)), 0
         words[: HEAD + len(parts) * RECORD] = 0
         for i, (runs, panels) in enumerate(zip(parts, sizes, strict=True)):
-            (first, _, layout, place, source), step = runs[0], self._step(runs[0].layout)
+            (first, _, layout, first_panel, source), step = runs[0], self._step(runs[0].layout)
             if len(parts) > 1:
-                at = self._start(1) + place * step
+                at = self._start(1) + first_panel * step
                 data[start : start + panels * step] = source[at : at + panels * step]
             count = sum(run.count for run in runs)
-            numbers = [
+            record = [
                 panel, panels, start, step, layout.shift, kernels.header_bytes(*layout),
-                most_grouped(CURRENT), first, count,
+                max_groupwise_rows(CURRENT), first, count,
                 unit_bytes(layout.form) if has_spread(CURRENT) else 0, layout.form.is_signed,
                 *kernels.functions(layout.form),
             ]  # fmt: skip
             at = HEAD + i * RECORD
-            words[at : at + RECORD] = torch.tensor(numbers, dtype=torch.int64)
+            words[at : at + RECORD] = torch.tensor(record, dtype=torch.int64)
             panel, start = panel + panels, start + panels * step
         whole = int(panel * PANEL == self.outputs)
         words[:5] = torch.tensor([len(parts), panel, self.outputs, whole, self.inputs])
@@ -202,11 +201,11 @@ class GroupedPanels:
 
 
 Rows = list[tuple[int, QuantizedWeight]]
-"""Pairs of a first row and the rows from there on."""
+"""Pairs of a row index and the weight's rows from there on."""
 
 
-def _neighbours(rows: Rows) -> list[Rows]:
-    """Groups rows that follow each other without a gap."""
+def _adjacent(rows: Rows) -> list[Rows]:
+    """Groups rows that are adjacent in the matrix."""
     found: list[Rows] = []
     stop = -1
     for first, weight in rows:
@@ -243,37 +242,39 @@ def pack(
         codes = StoredCodes(values.contiguous().numpy(), UNIT, BYTES, (8, 0))
         flip = (1 << form.bits - 1) * 0x01010101 if form.centered and not form.is_signed else 0
     pack_codes(*codes, whole, start + 4 * lane, step, header, form.bits, flip, num_workers())
-    taken = weight.zeros if form.offset == ZEROS else weight.mins
+    offsets = weight.zeros if form.offset == ZEROS else weight.mins
     factors, stride, place = torch.ones(len(weight.values), 1), PANEL, start + LINE
     if form.levels == 2:
         assert weight.factors is not None
         lines = [(weight.factors, 1), (weight.scales, UNITS * form.halves)]
-        if taken is not None:
+        if offsets is not None:
             assert weight.min_factors is not None
-            factors, halves = _halves([weight.factors, weight.min_factors])
-            packed = packed_groups(weight.scales, taken, UNITS * form.halves)
+            factors, halves = _float16_bits([weight.factors, weight.min_factors])
+            packed = pack_group_scales(weight.scales, offsets, UNITS * form.halves)
             lines = [*((n, 1) for n in halves), (packed.flatten(1), packed.shape[2])]
     else:
-        factors, halves = _halves(
-            [weight.scales] if form.offset != MINS else [weight.scales, taken]
+        factors, halves = _float16_bits(
+            [weight.scales] if form.offset != MINS else [weight.scales, offsets]
         )
-        halves += [taken.half().view(torch.int16)] if form.offset == ZEROS else []
-        times = -(-weight.group_size // (UNIT << shift))  # a longer group covers several
-        halves = [n if times == 1 else n.repeat_interleave(times, 1) for n in halves]
+        halves += [offsets.half().view(torch.int16)] if form.offset == ZEROS else []
+        repeats = -(-weight.group_size // (UNIT << shift))  # a longer group covers several
+        halves = [n if repeats == 1 else n.repeat_interleave(repeats, 1) for n in halves]
         lines, stride = [(n, UNITS >> shift) for n in halves], 2 * PANEL * len(halves)
     for n, count in lines:
         at, each = place + lane * n.itemsize, max(stride, n.itemsize * PANEL)
         pack_lines(n.numpy(), whole, at, step, block, count, each, lanes, num_workers())
         place += PANEL * n.itemsize * (count if form.levels == 2 else 1)
-    of_outputs = F.pad(factors, (0, 0, 0, -len(factors) % lanes)).view(-1, lanes).view(torch.uint8)
-    written = data[start + 4 * lane :].as_strided(of_outputs.shape, (step, 1))
-    written.copy_(of_outputs)
+    padded = F.pad(factors, (0, 0, 0, -len(factors) % lanes)).view(-1, lanes).view(torch.uint8)
+    data[start + 4 * lane :].as_strided(padded.shape, (step, 1)).copy_(padded)
 
 
-def _halves(numbers: list[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """The factor of each output, [N, 1], or 1 if its scales are exact in float16; and the scales
-    divided by it, [N, G] each, as the bits of float16. Why as integers: compiled code has no
-    float16."""
+def _float16_bits(numbers: list[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Splits scales [N, G] into one factor per output and float16.
+
+    Returns:
+        Factors [N, 1], 1 where all scales are exact in float16; and for each input the scales
+            divided by them, [N, G], as the bits of float16. Why bits: compiled code has no float16.
+    """
     factors = torch.ones(len(numbers[0]), 1)
     if numbers[0].dtype != torch.float16:
         exact = torch.stack([(n.half().float() == n).all(1) for n in numbers]).all(0)
@@ -283,7 +284,7 @@ def _halves(numbers: list[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tenso
 
 
 def replace_rows(data: torch.Tensor, weight: QuantizedWeight, first: int) -> None:
-    """Overwrites the rows from `first` on, which have the same form, in the packed `data`."""
+    """Overwrites rows from `first` on in the packed `data`; they must have the form of the old."""
     layout, stop = layout_of(weight), first + len(weight.values)
     assert layout is not None, weight.form
     words = data.view(torch.int64)
@@ -298,11 +299,11 @@ def replace_rows(data: torch.Tensor, weight: QuantizedWeight, first: int) -> Non
         edges = sorted({start, end, *(edge for edge in panels if start < edge < end)})
         for here, there in pairwise(edges):
             rows = weight.part(slice(begin + here - first, begin + there - first))
-            at = part[kernels.START] + here // PANEL * part[kernels.STEP]
+            at = part[kernels.DATA_START] + here // PANEL * part[kernels.PANEL_BYTES]
             pack(rows, layout, data, at, lane=here % PANEL)
 
 
-def grouped_bias(data: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def pad_bias(data: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """A bias, zeros if there is none, padded part by part like the panels."""
     words = data.view(torch.int64)
     padded = torch.zeros(PANEL * int(words[kernels.ALL_PANELS]))

@@ -1,13 +1,13 @@
 """Kernels: a model's operations on its tensors; here in plain torch, on any device.
 
-A *kernel set* is one object per device type: attention, norms, gates, how linear layers store and
-multiply their weights, and what is fused into fewer calls after loading. `Kernels` is the set of
-`attention_backend="naive"`, the readable form against which all other sets are tested. Layers use
-theirs through `ModelContext.kernels`; `runner/options.py` selects it.
+A *kernel set* is one object per device type: attention, norms, gates, how linear layers store
+weights and multiply by them, and which layers are fused after loading. `Kernels` is the set of
+`attention_backend="naive"`, the reference implementation against which all other sets are tested.
+Layers use their set through `ModelContext.kernels`; `runner/options.py` selects it.
 
-The dtype of a norm's weight says where to round: if the weight has x's dtype, the norm is rounded
-before the multiplication; if it is wider, after. The checkpoints' own code does the same.
-Statistics are float32 or wider.
+The dtype of a norm's weight determines the rounding: if the weight has x's dtype, the normalized x
+is rounded before it is multiplied by the weight; if the weight's dtype is wider, after. This is
+what the families' model code does. Statistics are float32 or wider.
 
 `models/cpu.py` and `models/triton.py` define the other sets; `quantized.py` has integer weights.
 
@@ -31,23 +31,24 @@ from nanoengine.checkpoint.slots import MatrixPart, WeightSlot, ordered
 from nanoengine.layers.collectives import Shard
 
 Masks = Callable[[], np.ndarray]
+"""Returns the allowed outputs per row, one bit per output; see `kernels/cpu_argmax.py`."""
 
 ROUTERS = (".mlp.gate", ".mlp.shared_expert_gate", ".router", ".key_up", ".value_up")
-"""Name endings of small layers that are never rounded. Why: routers choose among experts, and
-another choice is a different result, not a slightly inexact one; the MLA matrices are factors of
-all queries and values."""
+"""Name endings of small layers that are never quantized. Why: a rounding error in a router may
+select other experts, which changes the result far more than the error itself; the MLA matrices
+multiply all queries and values."""
 
 
 class Kernels:
     """Plain torch, in any dtype.
 
     Attributes:
-        attention: serves all attention layers.
-        linear: makes the method of one linear layer from its full name, for example
-            "model.layers.0.mlp.down_proj": how its weights are stored and multiplied.
+        attention: the backend of all attention layers.
+        linear: makes the `LinearMethod` of a layer from its full name, for example
+            "model.layers.0.mlp.down_proj".
         embedding: the same for an embedding that is quantized in the checkpoint; None: it is
             floats.
-        products: on a GPU, set by `fuse`: how many matrices use which product, one line per kind.
+        products: set by `fuse` on a GPU: one line per kernel with the number of its matrices.
     """
 
     embedding: Callable[[str], LinearMethod] | None = None
@@ -63,12 +64,12 @@ class Kernels:
     def dtypes(
         self, config: ModelConfig, dtype: torch.dtype, shard: Shard
     ) -> tuple[torch.dtype, torch.dtype]:
-        """The dtype of activations between two products, and the stored dtype of embeddings and
-        matrices, for a model of `dtype`."""
+        """Returns, for a model of `dtype`: the dtype of activations between linear layers, and the
+        dtype in which embeddings and matrices are stored."""
         return dtype, dtype
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """x / rms(x) * weight over the last dimension, which has weight's size: [T, N]."""
+        """x / rms(x) * weight over the last dimension: x [T, N], weight [N] -> [T, N]."""
         normed = F.rms_norm(x.to(weight.dtype), (x.shape[-1],), None, eps)
         return (normed * weight).to(x.dtype)
 
@@ -81,21 +82,21 @@ class Kernels:
         return self.rms_norm(residual, weight, eps), residual
 
     def gate(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
-        """act(gate) * up of [T, 2 I], gate first: [T, I]. `activation` is a key of `GATES`."""
+        """act(gate) * up: [T, 2 I], gate first -> [T, I]. `activation` is a key of `GATES`."""
         gate, up = gate_up.chunk(2, dim=-1)
         return GATES[activation](gate, up)
 
-    def quantized_kind(self) -> Callable[..., LinearMethod | None] | None:
-        """Makes methods for 4-bit and 8-bit weights on a GPU, for `quantized_linears`; None: the
-        set has no such kernel."""
+    def quantized_linear_factory(self) -> Callable[..., LinearMethod | None] | None:
+        """Returns the function that makes methods for quantized weights on a GPU, an argument of
+        `quantized_linears`; None: this set has no kernel for them."""
         return None
 
     def place(self, model: nn.Module) -> None:
-        """Called once after the model is made, before loading; a set may move its parameters."""
+        """Called once, after the model is built and before loading; may move its parameters."""
 
     def fuse(self, model: nn.Module) -> None:
-        """Called once after all weights are loaded; a set may replace readable forms by its own
-        calls, with the same results."""
+        """Called once, after all weights are loaded; may replace reference implementations by
+        kernels."""
 
 
 def clamped_swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
@@ -112,20 +113,21 @@ GATES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "gelu_pytorch_tanh": lambda gate, up: F.gelu(gate, approximate="tanh").mul_(up),
     "clamped_swiglu": clamped_swiglu,
 }
-"""`LayerConfig.hidden_act` -> the function of gate and up, which every set computes."""
+"""`LayerConfig.hidden_act` -> the function of gate and up. Every kernel set supports all of
+them."""
 
 
 class LinearMethod(nn.Module, ABC):
-    """How one linear layer's weight is stored and multiplied; quantization is implemented as a
-    subclass. One instance serves one layer.
+    """How a linear layer stores its weight and multiplies by it; each quantization is a subclass.
+    One instance per layer.
 
-    A subclass registers its tensors as parameters or buffers, so that they are counted and found.
+    A subclass registers its tensors as parameters or buffers, so that they are counted and moved.
 
     Attributes:
-        num_weights: the model's weights that are not stored as parameters.
-        has_kernel: compiled code multiplies by this weight, with the inputs in their original
+        num_weights: number of weights that are not stored as parameters.
+        has_kernel: a compiled kernel multiplies by this weight, with inputs in their original
             order.
-        product: on a GPU, a description of the kernel that multiplies by it; "": floats, by torch.
+        product: on a GPU, a description of the kernel that multiplies by it; "": torch, in floats.
         bmm: torch.bmm, or the method's replacement for it.
     """
 
@@ -137,22 +139,22 @@ class LinearMethod(nn.Module, ABC):
 
     def create(self, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> None:
         """Allocates storage for this rank's [out_features, in_features]."""
-        self.hold(empty_parameter(shape, dtype, device))
+        self.set_weight(empty_parameter(shape, dtype, device))
 
     @abstractmethod
-    def hold(self, weight: torch.Tensor) -> None:
-        """Uses existing storage.
+    def set_weight(self, weight: torch.Tensor) -> None:
+        """Uses an existing tensor as weight.
 
-        Called instead of `create` if the weight is another layer's (a tied embedding), which passes
-        all of its rows to `load`.
+        Called instead of `create` for a tied head. The embedding then passes all rows that it loads
+        to `load`.
         """
 
     @abstractmethod
     def load(self, weight: torch.Tensor, first: int = 0) -> None:
         """Stores rows of a checkpoint, [rows, in_features] of any floating dtype, from `first` on.
 
-        After all rows are loaded, rows may be replaced. They must stay in the same memory, which
-        compiled calls and CUDA graphs read.
+        After all rows are loaded, rows may be replaced. The memory must stay the same, because
+        compiled calls and CUDA graphs read it.
         """
 
     @abstractmethod
@@ -173,24 +175,22 @@ class LinearMethod(nn.Module, ABC):
         Args:
             softcap: applied to the outputs afterwards. Its rounding may make two outputs equal;
                 then all must be computed.
-            masks: returns the allowed outputs, one bit each (`kernels/cpu_argmax.py`); called only
-                if they can be used.
+            masks: returns the allowed outputs; called only if the method uses them.
 
         Returns:
-            Indices [L] int64, the lowest among equals, and values [L], NaN if any output is. None:
-            compute all.
+            Indices [L] int64, the lowest among equals, and values [L], NaN if any output is NaN. Or
+            None: not supported, so compute all outputs.
         """
         return None
 
     @abstractmethod
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
-        """Rows of a weight that was given to `hold`, [T] -> [T, in_features]: the lookup of the
-        tied embedding."""
+        """Ids [T] -> rows of the weight, [T, in_features]: the lookup of the tied embedding."""
 
     def weight_slot(self, name: str, matrix: MatrixPart) -> WeightSlot:
         """The slot of the checkpoint's matrix `name`.
 
-        A method that reads a matrix stored in another form overrides this.
+        Methods for quantized checkpoints override it.
         """
 
         def store(weight: torch.Tensor) -> None:
@@ -199,13 +199,14 @@ class LinearMethod(nn.Module, ABC):
         return WeightSlot(shape=matrix.shape, part=matrix.part, store=store)
 
     def finish(self) -> None:
-        """Called after all weights are loaded, and after an update; a method may repack them."""
+        """Called after all weights are loaded, and after an update; may repack them."""
 
 
 class UnquantizedLinear(LinearMethod):
-    """A weight of the model's dtype; the readable form of all methods that store it exactly."""
+    """A float weight, multiplied by torch; the reference implementation of all methods that do not
+    quantize."""
 
-    def hold(self, weight: torch.Tensor) -> None:
+    def set_weight(self, weight: torch.Tensor) -> None:
         self.weight = weight
 
     def load(self, weight: torch.Tensor, first: int = 0) -> None:

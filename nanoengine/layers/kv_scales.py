@@ -1,7 +1,7 @@
-"""The scales of an fp8 cache, which some checkpoints store with a layer's projections.
+"""The scales of an fp8 KV cache, which some checkpoints store next to a layer's projections.
 
-`models/loader.py` uses this for a checkpoint that has any. A layer without them has scales of 1. A
-cache of the model's dtype ignores them.
+`models/loader.py` uses this for checkpoints that have such scales. Layers without them have the
+scale 1. A KV cache of another dtype ignores them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ KV_SCALES = ("k_scale", "v_scale")
 
 
 def scale_slots(model: nn.Module) -> dict[str, WeightSlot]:
-    """Slots of the scales of all attention layers, by their names in this program.
+    """Slots of the scales of all attention layers, by this package's tensor names.
 
     Raises:
         WeightLoadError: from a slot: a scale is not a positive number.
@@ -32,7 +32,7 @@ def scale_slots(model: nn.Module) -> dict[str, WeightSlot]:
                 name = f"{path.rpartition('.')[0]}.{kind}"
                 store = partial(_store, layer, name)
                 slots[name] = WeightSlot(
-                    shape=(1,), store=store, absent=partial(store, torch.ones(1))
+                    shape=(1,), store=store, on_missing=partial(store, torch.ones(1))
                 )
     return slots
 

@@ -1,5 +1,4 @@
-"""Layer and ModelContext: the base of all layers of a model, and the context that they are made
-with.
+"""Layer and ModelContext: the base class of all layers, and the context that they are built with.
 
 Nothing here is global, so two engines, or two ranks of one model, can share a process.
 
@@ -32,33 +31,34 @@ class Layer(nn.Module):
 
 
 def pin_attributes(model: nn.Module) -> None:
-    """Copies each module's submodules and tensors into its plain attributes, where Python finds
-    them at once. For a completely loaded model; assigning one of them later removes its copy."""
+    """Copies each module's submodules and tensors into its `__dict__`, where Python finds them
+    without calling `nn.Module.__getattr__`. For a completely loaded model; assigning one of them
+    later removes its copy."""
     for module in model.modules():
         for named in (module._modules, module._parameters, module._buffers):
             vars(module).update(named)
 
 
-def one_rank(tensor: torch.Tensor) -> torch.Tensor:
-    """The collective of a single rank: returns the tensor itself."""
+def identity(tensor: torch.Tensor) -> torch.Tensor:
+    """All-reduce or all-gather of a single rank: returns the tensor itself."""
     return tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelContext:
-    """How and where a model is built. Made by the runner and passed to all layers.
+    """Dtypes, device, kernels and shard of a model. Made by the runner and passed to all layers.
 
     Attributes:
         dtype, device: of activations, and of all other parameters.
         kernels: the kernel set for that device.
         weight_dtype: the dtype of embeddings and of the matrices of linear layers; None: `dtype`.
             CPU kernels convert 16-bit weights to float32 as they read them.
-        keeps_weights: `weight_dtype` must hold the checkpoint's weights exactly; otherwise weights
-            are stored in `dtype`.
+        keeps_weights: use `weight_dtype` only if it represents all of the checkpoint's weights
+            exactly; otherwise store them in `dtype`.
         shard: the part of the model that this rank holds.
         all_reduce: sums a tensor over the ranks, in place or not, and returns it.
         all_gather: concatenates the ranks' tensors along the last dimension, in rank order.
-        max_positions: positions in the RoPE tables; None: the model's longest context.
+        max_positions: positions in the RoPE tables; None: all of the model's context.
         int8_cache: the KV cache is int8.
     """
 
@@ -66,8 +66,8 @@ class ModelContext:
     device: torch.device
     kernels: Kernels
     shard: Shard = field(default_factory=Shard)
-    all_reduce: Callable[[torch.Tensor], torch.Tensor] = one_rank
-    all_gather: Callable[[torch.Tensor], torch.Tensor] = one_rank
+    all_reduce: Callable[[torch.Tensor], torch.Tensor] = identity
+    all_gather: Callable[[torch.Tensor], torch.Tensor] = identity
     max_positions: int | None = None
     weight_dtype: torch.dtype | None = None
     keeps_weights: bool = True

@@ -1,12 +1,12 @@
 """Layouts that differ from Llama's: which dimensions RoPE rotates, and how a checkpoint stores
 matrices.
 
-    positions       RoPE on a part of a head, or no RoPE; learned position embeddings
+    positions       partial RoPE, or no RoPE; learned position embeddings
     linear layers   several matrices in one tensor, heads in another order, [inputs, outputs]
 
-Pairs without RoPE have the angle 0. If RoPE rotates pairs of neighbours, or only a part of a head,
-the loader reorders the dimensions of queries and keys as backends expect them (`head_order`).
-Scores don't change, because queries and keys are reordered alike.
+Pairs without RoPE have the angle 0. For interleaved or partial RoPE, the loader reorders the
+dimensions of queries and keys as backends expect them (`head_order`). Attention scores don't
+change, because queries and keys are reordered alike.
 
 Called by `models/generic.py`, `models/mla.py` and `models/linear_attention.py`.
 
@@ -26,7 +26,7 @@ from nanoengine.attention.base import Rotation
 from nanoengine.checkpoint.config import ModelConfig
 from nanoengine.checkpoint.layer_config import LayerConfig
 from nanoengine.checkpoint.rope import RopeConfig
-from nanoengine.checkpoint.slots import MatrixPart, WeightSlot, ordered, whole_slots
+from nanoengine.checkpoint.slots import MatrixPart, WeightSlot, full_slots, ordered
 from nanoengine.layers.layer import Layer, ModelContext
 from nanoengine.layers.linear import MergedLinear, QKVLinear
 from nanoengine.layers.rotary import RotaryEmbedding, cos_and_sin
@@ -42,12 +42,12 @@ class PartialRotary(RotaryEmbedding):
         size, plan = config.plan.rotary_dim, config.plan
         assert size is not None
         cos, sin = cos_and_sin(rope, size, num_positions)
-        still = (0, 0 if plan.latent else (config.head_dim - size) // 2)
-        return F.pad(cos, still, value=1.0), F.pad(sin, still)
+        padding = (0, 0 if plan.mla else (config.head_dim - size) // 2)
+        return F.pad(cos, padding, value=1.0), F.pad(sin, padding)
 
 
 class NoRotary(RotaryEmbedding):
-    """No RoPE at any position."""
+    """No RoPE: all angles are 0."""
 
     def make_table(self, rope: RopeConfig, config: ModelConfig, num_positions: int) -> Rotation:
         return torch.ones(1, config.head_dim // 2), torch.zeros(1, config.head_dim // 2)
@@ -61,29 +61,29 @@ class LearnedPositions(Layer):
 
     def __init__(self, config: ModelConfig, context: ModelContext) -> None:
         super().__init__()
-        self.before = config.plan.learned_positions or 0
-        rows = config.max_position_embeddings + self.before
+        self.offset = config.plan.learned_positions or 0
+        rows = config.max_position_embeddings + self.offset
         self.weight = context.parameter(rows, config.hidden_size)
 
     def forward(self, positions: torch.Tensor) -> torch.Tensor:
-        return F.embedding(positions + self.before, self.weight)
+        return F.embedding(positions + self.offset, self.weight)
 
     def weight_slots(self, path: str) -> dict[str, WeightSlot]:
-        return whole_slots(path, weight=self.weight)
+        return full_slots(path, weight=self.weight)
 
 
 def head_order(config: ModelConfig) -> torch.Tensor | None:
-    """For each dimension of our heads, its index in the checkpoint's head, [D] int64, so that RoPE
-    rotates the pairs i and i + D / 2; None: they are in this order already."""
+    """Returns, for each dimension of a head here, its index in the checkpoint's head, [D] int64, so
+    that RoPE rotates the pairs i and i + D / 2; None: the checkpoint has this order."""
     head_dim, plan = config.head_dim, config.plan
     size = plan.rotary_dim or head_dim
     if size == head_dim and not plan.rope_interleaved and not plan.rope_reversed:
         return None
-    turned = torch.arange(size)
-    pairs = turned.view(-1, 2).T if plan.rope_interleaved else turned.view(2, -1)
+    rotated = torch.arange(size)
+    pairs = rotated.view(-1, 2).T if plan.rope_interleaved else rotated.view(2, -1)
     pairs = pairs.flip(0) if plan.rope_reversed else pairs
-    still = torch.arange(size, head_dim).view(2, -1)
-    return torch.cat((pairs, still), dim=1).flatten()
+    rest = torch.arange(size, head_dim).view(2, -1)
+    return torch.cat((pairs, rest), dim=1).flatten()
 
 
 # --- linear layers --------------------------------------------------------------------------------
@@ -110,18 +110,18 @@ class FusedTensorLinear(MergedLinear):
 def replicated_linear(
     path: str, inputs: int, outputs: int, context: ModelContext, *, bias: bool = False
 ) -> MergedLinear:
-    """Makes a linear layer that every rank holds whole."""
+    """Makes a linear layer that is replicated on all ranks."""
     name = path.rpartition(".")[2]
-    shards = {name: context.shard.of_heads(1)}
+    shards = {name: context.shard.for_kv_heads(1)}
     return MergedLinear(path, inputs, {name: outputs}, bias=bias, context=context, shards=shards)
 
 
 class ReorderedQKV(QKVLinear):
-    """The query, key and value projections, with rows in the order that the layer reads them.
+    """The query, key and value projections, with outputs in the order that attention expects.
 
-    Dimensions of query and key heads are ordered by `head_order`. Gates precede the queries here,
-    wherever the checkpoint stores them: [..., G + (H + 2 K) * D], where G is H * D, or H with one
-    gate per head.
+    Dimensions of query and key heads are ordered by `head_order`. Output gates precede the queries,
+    wherever the checkpoint stores them: [..., G + (H + 2 K) * D], where G is H * D, or H if there
+    is one gate per head.
     """
 
     def __init__(self, name: str, config: ModelConfig, context: ModelContext) -> None:
@@ -136,10 +136,10 @@ class ReorderedQKV(QKVLinear):
         for part in ("q_proj", "k_proj"):
             rows = torch.arange(self.shards[part].split(self.parts[part], part))
             heads, gated = rows.view(-1, config.head_dim), where == part
-            found = heads[::2] if gated else heads
-            found = found if order is None else found[:, order]
+            kept = heads[::2] if gated else heads
+            kept = kept if order is None else kept[:, order]
             if gated or order is not None:
-                each = (heads[1::2], found) if gated else (found,)
+                each = (heads[1::2], kept) if gated else (kept,)
                 self.orders[part] = torch.cat(each).flatten()
 
 
@@ -148,7 +148,7 @@ class FusedTensorQKV(ReorderedQKV, FusedTensorLinear):
 
 
 class InterleavedQKV(FusedTensorQKV):
-    """One tensor with the queries, the key and the value of each KV head, head after head."""
+    """One tensor that has, per KV head, its queries, its key and its value."""
 
     def stored_rows(self, rows: torch.Tensor) -> torch.Tensor:
         kv_heads = self.parts["k_proj"] // self.head_dim
@@ -162,16 +162,16 @@ QKV_LAYOUTS: dict[bool | str, type[ReorderedQKV]] = {
     "parts": FusedTensorQKV,
     "heads": InterleavedQKV,
 }
-"""`LayerConfig.fused_qkv` -> the layer."""
+"""`LayerConfig.fused_qkv` -> the class."""
 
 
-def as_stored(slots: Mapping[str, WeightSlot], plan: LayerConfig) -> dict[str, WeightSlot]:
-    """Adapts a model's slots if its norms have no weight, which are filled with 1, or if its
-    checkpoint stores matrices as [inputs, outputs]."""
+def adapt_slots(slots: Mapping[str, WeightSlot], plan: LayerConfig) -> dict[str, WeightSlot]:
+    """Adapts slots to a checkpoint whose norms have no weights, which become 1, or which stores
+    matrices as [inputs, outputs]."""
     found = dict(slots)
     for name, slot in slots.items():
-        if plan.norm.startswith("bare") and name.endswith("norm.weight"):
-            found[name] = replace(slot, absent=partial(slot.store, torch.ones(slot.shape)))
+        if plan.norm.startswith("no_weight") and name.endswith("norm.weight"):
+            found[name] = replace(slot, on_missing=partial(slot.store, torch.ones(slot.shape)))
         elif plan.transposed_matrices and ".layers." in name and len(slot.shape) == 2:
             part = (*slot.part, slice(None), slice(None))[1::-1]
             store = slot.store

@@ -1,10 +1,10 @@
-"""Linear layers: checkpoint matrices fused into one multiplication and split over ranks.
+"""Linear layers: checkpoint matrices fused into one GEMM and split over ranks.
 
-    MergedLinear, QKVLinear   outputs split   each rank holds some rows of every fused matrix
-    RowParallelLinear         inputs split    each rank holds some columns; results are summed
+    MergedLinear, QKVLinear   outputs split   each rank has some rows of every fused matrix
+    RowParallelLinear         inputs split    each rank has some columns; results are summed
 
-A `LinearMethod` defines how a weight is stored and multiplied. Used by the models; knows neither
-checkpoint files nor attention.
+A `LinearMethod` defines how a weight is stored and multiplied. Used by the models; does not depend
+on checkpoint files or attention.
 
 `layouts.py` handles checkpoints that store fused matrices, or heads in another order.
 """
@@ -23,7 +23,7 @@ from nanoengine.layers.layer import Layer, ModelContext
 
 
 class Linear(Layer):
-    """A matrix [out_features, in_features] of this rank, and a bias; the base of the others.
+    """This rank's matrix [out_features, in_features] and bias; the base class of the others.
 
     Attributes:
         method: how the matrix is stored and multiplied.
@@ -44,23 +44,23 @@ class Linear(Layer):
         shape, part, first, order = matrix
         slots = {f"{name}.weight": self.method.weight_slot(name, matrix)}
         if self.bias is not None:
-            ours = self.bias[first:]
+            own_bias = self.bias[first:]
 
             def store(bias: torch.Tensor) -> None:
                 rows = ordered(bias, order)
-                ours[: len(rows)].copy_(rows)
+                own_bias[: len(rows)].copy_(rows)
 
             slots[f"{name}.bias"] = WeightSlot(shape=shape[:1], part=part[:1], store=store)
         return slots
 
 
 class MergedLinear(Linear):
-    """Several matrices of the same input as one, e.g. gate_proj and up_proj; outputs split over
-    ranks.
+    """Several matrices of the same input as one, for example gate_proj and up_proj; outputs are
+    split over ranks.
 
     The output is [..., sum of this rank's parts], part after part. `parts` maps the name of each
     matrix, next to this layer in the checkpoint, to its number of outputs over all ranks. `shards`
-    maps each matrix to its Shard; None: all are split by rank.
+    maps each matrix to its Shard; None: all have `context.shard`.
 
     Attributes:
         orders: per matrix, the order of this rank's outputs: int64 indices. A matrix without an
@@ -93,12 +93,12 @@ class MergedLinear(Linear):
         return self.method.apply_gated(x, activation, kernels)
 
     def weight_slots(self, path: str) -> dict[str, WeightSlot]:
-        beside, slots, first = path.rpartition(".")[0], {}, 0
+        parent, slots, first = path.rpartition(".")[0], {}, 0
         for name, size in self.parts.items():
             part = self.shards[name].slice(size, name)
             count, shape = part.stop - part.start, (size, self.in_features)
             matrix = MatrixPart(shape, (part,), first, self.orders.get(name))
-            slots |= self.slots_of(f"{beside}.{name}", matrix)
+            slots |= self.slots_of(f"{parent}.{name}", matrix)
             first += count
         return slots
 
@@ -106,9 +106,9 @@ class MergedLinear(Linear):
 class QKVLinear(MergedLinear):
     """The query, key and value projections as one: [..., (H + 2 K) * D] for this rank's heads.
 
-    A rank holds whole heads; `check_ranks` has rejected rank counts that don't divide them. If
-    there are more ranks than KV heads, several ranks hold the same one. `gates` is the number of
-    additional outputs per query head.
+    A rank has whole heads; `check_ranks` has rejected numbers of ranks that don't divide them. If
+    there are more ranks than KV heads, several ranks have the same KV head. `gates` is the number
+    of additional outputs per query head.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class QKVLinear(MergedLinear):
     ) -> None:
         q = config.num_attention_heads * (config.head_dim + gates)
         kv = config.num_key_value_heads * config.head_dim
-        shared = context.shard.of_heads(config.num_key_value_heads)
+        shared = context.shard.for_kv_heads(config.num_key_value_heads)
         super().__init__(
             name,
             config.hidden_size,
@@ -144,7 +144,7 @@ class RowParallelLinear(Linear):
         self.shape, self.all_reduce = (out_features, in_features), context.all_reduce
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        # Why: the bias belongs to the sum, so only one rank adds it.
+        # Why one rank: the ranks' results are summed, and the bias must be added once.
         bias = self.bias if self.shard.rank == 0 else None
         return self.all_reduce(self.method.apply(x, bias))
 

@@ -1,12 +1,12 @@
-"""Mamba-2's rule: a matrix per head that decays, and to which each token adds.
+"""Mamba-2's rule: a matrix per head that decays, and to which each token adds a product.
 
-    S = exp(decay) S + b (dt x)       b: which rows of the state; dt: how much; decay: a dt, a < 0
-    y = c S + d x                     c: which rows are read; d: a learned skip connection
+    S = exp(decay) S + b (dt x)       b writes to rows of the state; dt: step size; decay: a dt, a
+    < 0 y = c S + d x                     c reads rows of the state; d: a learned skip connection
 
-Heads of a group share b and c. `step` computes it for one token of many sequences, `scan` for many
-tokens of one, by matrix products over chunks of 64 (the dual form, "SSD"). Chunks begin at
-positions that are multiples of 64, so a result hardly depends on how a prompt was cut. Both compute
-in the dtype of the states. Called by `models/mamba.py`.
+Heads of a group share b and c. `step` computes one token of each of many sequences, `scan` many
+tokens of one sequence, by matrix products over chunks of 64 (the dual form, "SSD"). Chunks begin at
+positions that are multiples of 64, so results hardly depend on how a prompt is split into steps.
+Both compute in the dtype of the states. Called by `models/mamba.py`.
 
 Source: Dao and Gu, "Transformers are SSMs" (arXiv 2405.21060).
 
@@ -33,9 +33,9 @@ class MambaInputs(NamedTuple):
     decay: torch.Tensor  # [T, H], logarithms, at most 0
     d: torch.Tensor  # [T, H], for all tokens the same
 
-    def part(self, which: slice) -> MambaInputs:
+    def part(self, tokens: slice) -> MambaInputs:
         """Selects some of the tokens."""
-        return MambaInputs(*(tensor[which] for tensor in self))
+        return MambaInputs(*(tensor[tokens] for tensor in self))
 
 
 def step(
@@ -67,7 +67,7 @@ def scan(
     x, *_, d = inputs
     count, size, groups = len(x), x.shape[-1], inputs.b.shape[1]
     out = torch.empty_like(x)
-    # Why concatenated: one product then reads or writes all heads of a group.
+    # Why concatenated: one product then reads, or writes, the states of all heads of a group.
     state = state.unflatten(0, (groups, -1)).transpose(1, 2).flatten(2)  # [G, E, R * V]
     start, end = 0, min(count, CHUNK - position % CHUNK)
     while start < count:
@@ -85,16 +85,16 @@ def _chunk(inputs: MambaInputs, state: torch.Tensor) -> tuple[torch.Tensor, torc
     groups, count, size = b.shape[1], len(x), x.shape[-1]
     b, c = b.transpose(0, 1), c.transpose(0, 1)  # [G, P, E]
     written = x * dt.unsqueeze(-1)  # [P, H, V]
-    since = decay.cumsum(0)  # [P, H], since the chunk's beginning
-    between = since.T.unsqueeze(-1) - since.T.unsqueeze(-2)  # [H, P, P], from column to row
-    ahead = torch.ones_like(between[0], dtype=torch.bool).triu_(1)
-    between = between.masked_fill_(ahead, -torch.inf).exp_().unflatten(0, (groups, -1))
-    attended = ((c @ b.mT).unsqueeze(1) * between).flatten(0, 1)  # [H, P, P]
+    decays = decay.cumsum(0)  # [P, H], from the chunk's beginning
+    pairwise = decays.T.unsqueeze(-1) - decays.T.unsqueeze(-2)  # [H, P, P], from column to row
+    future = torch.ones_like(pairwise[0], dtype=torch.bool).triu_(1)
+    pairwise = pairwise.masked_fill_(future, -torch.inf).exp_().unflatten(0, (groups, -1))
+    attended = ((c @ b.mT).unsqueeze(1) * pairwise).flatten(0, 1)  # [H, P, P]
     inside = (attended @ written.transpose(0, 1)).transpose(0, 1)  # [P, H, V]
     read = (c @ state).view(groups, count, -1, size).transpose(0, 1).reshape(x.shape)
-    out = torch.addcmul(inside, read, since.exp().unsqueeze(-1))
-    last = since[-1]
-    kept = written * (last - since).exp().unsqueeze(-1)
+    out = torch.addcmul(inside, read, decays.exp().unsqueeze(-1))
+    last = decays[-1]
+    kept = written * (last - decays).exp().unsqueeze(-1)
     kept = kept.unflatten(1, (groups, -1)).flatten(2).transpose(0, 1)  # [G, P, R * V]
     forget = last.exp().view(groups, -1, 1).expand(-1, -1, size).reshape(groups, 1, -1)
     return out, torch.baddbmm(state * forget, b.mT, kept)

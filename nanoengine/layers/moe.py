@@ -1,14 +1,14 @@
 """Mixture of experts: a router selects a few small MLPs for each token.
 
-Tokens are grouped by expert, each active expert runs once over its group, and the results are added
-back with the router's weights. Under tensor parallelism every rank holds a part of every expert.
-This is the readable form: kernels compute all experts of a step in one call (`cpu_experts.py`,
-`triton_experts.py`).
+Tokens are grouped by expert, each active expert runs once over its group, and results are weighted
+by the router and summed per token. With tensor parallelism every rank has a part of every expert.
+This is the reference implementation: kernels compute all experts of a step in one call
+(`cpu_experts.py`, `triton_experts.py`).
 
 Source: Shazeer et al. (arXiv 1701.06538); softmax routing as in Qwen3-MoE (arXiv 2505.09388),
 sigmoid routing with a correction bias and groups as in DeepSeek-V3 (arXiv 2412.19437).
 
-Legend: T tokens, E experts, k experts per token, I inner size of an expert.
+Legend: T tokens, E experts, k experts per token, I intermediate size of an expert on this rank.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import torch
 from torch import nn
 
 from nanoengine.checkpoint.layer_config import MoEConfig
-from nanoengine.checkpoint.quantization import IN_MXFP4
-from nanoengine.checkpoint.slots import MatrixPart, WeightSlot, whole_slots
+from nanoengine.checkpoint.quantization import MXFP4_EXPERTS
+from nanoengine.checkpoint.slots import MatrixPart, WeightSlot, full_slots
 from nanoengine.layers.kernels import LinearMethod
 from nanoengine.layers.layer import Layer, ModelContext
 from nanoengine.layers.linear import Linear
@@ -31,7 +31,7 @@ from nanoengine.layers.quantized_weight import QuantizedWeight
 
 
 class FullPrecisionLinear(Linear):
-    """A small matrix that every rank holds whole, in the dtype of activations.
+    """A small matrix, replicated on all ranks, in the dtype of activations.
 
     Why not in the dtype of stored weights: a rounding error may select another expert.
     """
@@ -63,48 +63,49 @@ class Router(FullPrecisionLinear):
         moe, wide = self.moe, torch.promote_types(hidden.dtype, torch.float32)
         logits = self.logits(hidden).to(wide)
         scores = logits.softmax(dim=-1) if moe.score == "softmax" else logits.sigmoid()
-        preferred = scores
+        scores_for_choice = scores
         if self.e_score_correction_bias is not None:
-            preferred = scores + self.e_score_correction_bias
+            scores_for_choice = scores + self.e_score_correction_bias
         if moe.num_groups > 1:
-            preferred = self._best_groups(preferred)
-        experts = preferred.topk(moe.num_experts_per_tok, dim=-1).indices
+            scores_for_choice = self._mask_other_groups(scores_for_choice)
+        experts = scores_for_choice.topk(moe.num_experts_per_tok, dim=-1).indices
         weights = scores.gather(1, experts)
         if moe.norm_topk_prob:
-            total = weights.sum(dim=-1, keepdim=True).clamp(min=moe.norm_least)
+            total = weights.sum(dim=-1, keepdim=True).clamp(min=moe.norm_min)
             weights = weights / (total + moe.norm_epsilon)
         weights = (weights * moe.scaling_factor).to(hidden.dtype)
-        return self.weighed(weights, experts), experts
+        return self.scale_weights(weights, experts), experts
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[T, hidden_size] -> [T, E]."""
         return self.method.apply(hidden, self.bias)
 
-    def weighed(self, weights: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
-        """Applies per-expert factors to the weights [T, k], in families that have them."""
+    def scale_weights(self, weights: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+        """Returns the weights [T, k]; families with per-expert factors override it."""
         return weights
 
-    def _best_groups(self, preferred: torch.Tensor) -> torch.Tensor:
-        """The scores [T, E], -inf outside a token's best groups. Groups are ranked by the sum of
-        their best experts' scores."""
-        groups = preferred.unflatten(1, (self.moe.num_groups, -1))
+    def _mask_other_groups(self, scores: torch.Tensor) -> torch.Tensor:
+        """Returns the scores [T, E] with -inf outside a token's best groups. Groups are ranked by
+        the sum of their best experts' scores."""
+        groups = scores.unflatten(1, (self.moe.num_groups, -1))
         sums = groups.topk(self.moe.best_of_group, dim=-1).values.sum(-1)
         best = sums.topk(self.moe.groups_per_token).indices
-        ignored_tensors = torch.ones_like(groups[..., 0], dtype=torch.bool).scatter_(1, best, False)
-        return groups.masked_fill(ignored_tensors.unsqueeze(-1), -torch.inf).flatten(1)
+        excluded = torch.ones_like(groups[..., 0], dtype=torch.bool).scatter_(1, best, False)
+        return groups.masked_fill(excluded.unsqueeze(-1), -torch.inf).flatten(1)
 
     def weight_slots(self, path: str) -> dict[str, WeightSlot]:
         bias = self.e_score_correction_bias
         if self.moe.correction_bias == "row" and bias is not None:
             bias = bias.view(1, -1)
-        return super().weight_slots(path) | whole_slots(path, e_score_correction_bias=bias)
+        return super().weight_slots(path) | full_slots(path, e_score_correction_bias=bias)
 
 
 class Expert(Layer):
     """One small MLP; its two matrices are `LinearMethod`s, as in all linear layers.
 
     Args:
-        plain: its activation, if it is not gated; else None, and `activation` names its gate.
+        activation: a key of `GATES`, used if `ungated` is None.
+        ungated: the activation of an expert without a gate.
     """
 
     def __init__(
@@ -113,38 +114,38 @@ class Expert(Layer):
         hidden_size: int,
         local: int,
         activation: str,
-        plain: Callable[[torch.Tensor], torch.Tensor] | None,
+        ungated: Callable[[torch.Tensor], torch.Tensor] | None,
         *,
         context: ModelContext,
     ) -> None:
         super().__init__()
-        self.plain, up = plain, local if plain else 2 * local
-        where = context.stored_dtype, context.device
+        self.ungated, up = ungated, local if ungated else 2 * local
+        storage = context.stored_dtype, context.device
         self.gate_up = context.kernels.linear(f"{path}.gate_up_proj")
-        self.gate_up.create((up, hidden_size), *where)
+        self.gate_up.create((up, hidden_size), *storage)
         self.down = context.kernels.linear(f"{path}.down_proj")
-        self.down.create((hidden_size, local), *where)
-        self.activation, self.ops = activation, context.kernels
+        self.down.create((hidden_size, local), *storage)
+        self.activation, self.kernels = activation, context.kernels
 
     def forward(
         self, hidden: torch.Tensor, bias: torch.Tensor | None, down_bias: torch.Tensor | None
     ) -> torch.Tensor:
-        """[T, hidden_size] -> the same; `bias` [2 I] belongs to gate and up."""
-        if self.plain is not None:
-            gated = self.plain(self.gate_up.apply(hidden, bias))
+        """[T, hidden_size] -> the same; `bias` is the bias of gate and up, [2 I]."""
+        if self.ungated is not None:
+            gated = self.ungated(self.gate_up.apply(hidden, bias))
         elif bias is None:
-            gated = self.gate_up.apply_gated(hidden, self.activation, self.ops)
+            gated = self.gate_up.apply_gated(hidden, self.activation, self.kernels)
         else:
-            gated = self.ops.gate(self.gate_up.apply(hidden, bias), self.activation)
+            gated = self.kernels.gate(self.gate_up.apply(hidden, bias), self.activation)
         return self.down.apply(gated, down_bias)
 
 
 class Experts(Layer):
-    """All experts; of each one this rank holds I of `intermediate_size`.
+    """All experts; this rank has I of `intermediate_size` neurons of each.
 
     Checkpoints store them stacked, gate_up_proj [E, 2 I, hidden] and down_proj [E, hidden, I], or
-    expert by expert; both are read. gpt-oss stacks them in its own order (`MoEConfig`), in floats
-    or in MXFP4.
+    one by one; both are supported. gpt-oss stacks them in its own order (`MoEConfig`), in floats or
+    in MXFP4.
     """
 
     def __init__(
@@ -153,7 +154,7 @@ class Experts(Layer):
         hidden_size: int,
         moe: MoEConfig,
         activation: str = "silu",
-        plain: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        ungated: Callable[[torch.Tensor], torch.Tensor] | None = None,
         *,
         context: ModelContext,
     ) -> None:
@@ -164,7 +165,7 @@ class Experts(Layer):
         self.part = context.shard.slice(intermediate_size, "moe_intermediate_size")
         self.local = self.part.stop - self.part.start
         self.experts = nn.ModuleList(
-            Expert(f"{path}.{index}", hidden_size, self.local, activation, plain, context=context)
+            Expert(f"{path}.{index}", hidden_size, self.local, activation, ungated, context=context)
             for index in range(num_experts)
         )
         self.gate_up_bias = self.down_bias = None
@@ -195,29 +196,29 @@ class Experts(Layer):
         return self.all_reduce(out)
 
     def biases_of(self, index: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """The biases of gate and up and of down that this rank adds for one expert."""
+        """Returns the biases that this rank adds for one expert: of gate and up, and of down."""
         if self.gate_up_bias is None or self.down_bias is None:
             return None, None
-        # Why: the ranks' outputs of down are summed, so only one adds its bias.
+        # Why one rank: the ranks' outputs are summed, and the bias must be added once.
         down = self.down_bias[index] if self.shard.rank == 0 else None
         return self.gate_up_bias[index], down
 
     def weight_slots(self, path: str) -> dict[str, WeightSlot]:
         num_experts, inner, hidden = self.shape
         rows: torch.Tensor | slice = self._gate_up_rows()
-        everything = slice(None)
+        all_rows = slice(None)
         gate = MatrixPart((inner, hidden), (self.part,))
         parts = {"gate_proj": gate, "up_proj": gate._replace(first=self.local)}
         methods, name = [each.gate_up for each in self.experts], "gate_up_proj"
         if not self.moe.gated:
             parts, name, rows = {"up_proj": gate}, "up_proj", self.part
-        slots = self._stack(f"{path}.{name}", methods, parts, (rows, everything))
-        parts = {"down_proj": MatrixPart((hidden, inner), (everything, self.part))}
+        slots = self._stack(f"{path}.{name}", methods, parts, (rows, all_rows))
+        parts = {"down_proj": MatrixPart((hidden, inner), (all_rows, self.part))}
         methods = [each.down for each in self.experts]
-        slots |= self._stack(f"{path}.down_proj", methods, parts, (everything, self.part))
+        slots |= self._stack(f"{path}.down_proj", methods, parts, (all_rows, self.part))
         if self.gate_up_bias is not None:
             halves = self.gate_up_bias.split(self.local, dim=1)
-            store, part = self.gate_up_bias.copy_, (everything, self.part)
+            store, part = self.gate_up_bias.copy_, (all_rows, self.part)
             slots[f"{path}.gate_up_proj_bias"] = WeightSlot(
                 shape=(num_experts, 2 * inner),
                 store=lambda stacked: store(stacked[:, rows]),
@@ -228,18 +229,20 @@ class Experts(Layer):
                     for name, half in zip(("gate_proj", "up_proj"), halves, strict=True)
                 },
             )
-        return slots | whole_slots(path, down_proj_bias=self.down_bias)
+        return slots | full_slots(path, down_proj_bias=self.down_bias)
 
     def _stack(
         self,
         name: str,
         methods: list[LinearMethod],
         parts: dict[str, MatrixPart],
-        taken: tuple[slice | torch.Tensor, slice],
+        rank_part: tuple[slice | torch.Tensor, slice],
     ) -> dict[str, WeightSlot]:
-        """The slot of a stack with one matrix per expert; this rank takes the part `taken`.
+        """Returns the slot of a stack with one matrix per expert; `rank_part` indexes this rank's
+        part of a matrix.
 
-        Its pieces are a stack of 4-bit blocks, or the `parts` of the matrices one by one.
+        Alternatively the checkpoint has a stack of 4-bit blocks, or the matrices `parts` of each
+        expert.
         """
         path, count, transposed = name.rpartition(".")[0], len(methods), self.moe.inputs_first
         outputs, inputs = zip(*(part.shape for part in parts.values()), strict=True)
@@ -247,19 +250,19 @@ class Experts(Layer):
 
         def store(stacked: torch.Tensor) -> None:
             for method, weight in zip(methods, stacked, strict=True):
-                method.load((weight.T if transposed else weight)[taken])
+                method.load((weight.T if transposed else weight)[rank_part])
 
-        waiting = iter(methods)
+        remaining = iter(methods)
 
         def store_quantized(weight: QuantizedWeight) -> None:
-            method, mine = next(waiting), weight.part(*taken)
+            method, mine = next(remaining), weight.part(*rank_part)
             if isinstance(method, QuantizedLinear):
                 method.load_quantized(mine)
             else:
                 method.load(mine.dequantized())
 
         if transposed:
-            pieces = MXFP4(IN_MXFP4).slots(name, shape, store_quantized, count)
+            pieces = MXFP4(MXFP4_EXPERTS).slots(name, shape, store_quantized, count)
             only = getattr(methods[0], "stored", None) is not None
             slot = WeightSlot(
                 shape=(count, *shape[::-1]), store=store, pieces=pieces, pieces_only=only
@@ -276,7 +279,7 @@ class Experts(Layer):
         return {name: slot}
 
     def _gate_up_rows(self) -> torch.Tensor:
-        """This rank's rows of a checkpoint's gate and up, gate first: [2 * local]."""
+        """Indices of this rank's rows in the checkpoint's gate and up, gate first: [2 I]."""
         rows = torch.arange(2 * self.shape[1])
         halves = rows.view(-1, 2).T if self.moe.interleaved else rows.view(2, -1)
         return halves[:, self.part].flatten()

@@ -1,9 +1,8 @@
-"""RMSNorm and HeadNorm: the weights of norms, and how checkpoints name them.
+"""RMSNorm, and HeadNorm, the weights of a QK norm.
 
-The arithmetic of RMSNorm is `Kernels.rms_norm`; the attention backend applies the QK norm before it
-stores keys.
+`Kernels.rms_norm` computes RMSNorm; attention backends apply the QK norm before they store keys.
 
-`norms.py` has the other kinds: other factors, LayerNorm, and norms over all heads.
+`norms.py` has LayerNorm, RMSNorm with 1 + weight, and QK norms over all heads.
 
 Source: Zhang and Sennrich, "Root Mean Square Layer Normalization" (arXiv 1910.07467).
 
@@ -36,7 +35,7 @@ class RMSNorm(Layer):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns (norm(x + residual), x + residual); without a residual (norm(x), x).
 
-        A pre-norm decoder needs the pair at each norm, so the sum is computed in one place.
+        A pre-norm decoder needs both at each norm.
         """
         if residual is None:
             return self.kernels.rms_norm(x, self.weight, self.eps), x
@@ -71,9 +70,9 @@ class HeadNorm(Layer):
         self.weights = HeadNormWeights(weight=self.weight, eps=eps)
 
     def weight_slots(self, path: str) -> dict[str, WeightSlot]:
-        beside, parts = path.rpartition(".")[0], self.weight.tensor_split([self.num_heads])
+        parent, parts = path.rpartition(".")[0], self.weight.tensor_split([self.num_heads])
         return {
-            f"{beside}.{name}.weight": WeightSlot(
+            f"{parent}.{name}.weight": WeightSlot(
                 shape=tuple(rows.shape[1:]), store=partial(self.store, rows)
             )
             for name, rows in zip(("q_norm", "k_norm"), parts, strict=True)

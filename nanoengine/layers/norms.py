@@ -1,7 +1,7 @@
-"""The norms that `norm.py` does not have: with other factors, LayerNorm, or over all heads.
+"""Further norms: RMSNorm with 1 + weight, LayerNorm, and QK norms over all heads.
 
-If a family rounds after multiplying by the weight, the weight is kept in a wider dtype than the
-model's. Called by `models/generic.py` and `models/gemma4.py`.
+If a family rounds after it multiplies by the weight, the weight has a wider dtype than the model.
+Called by `models/generic.py` and `models/gemma4.py`.
 
 Source: Ba et al., "Layer Normalization" (arXiv 1607.06450); OLMo 2 (arXiv 2501.00656).
 
@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from nanoengine.attention.base import AttentionSpec, HeadNormWeights
 from nanoengine.checkpoint.config import ModelConfig
 from nanoengine.checkpoint.layer_config import NormKind
-from nanoengine.checkpoint.slots import WeightSlot, ordered, whole_slots
+from nanoengine.checkpoint.slots import WeightSlot, full_slots, ordered
 from nanoengine.layers.layer import Layer, ModelContext
 from nanoengine.layers.layouts import head_order
 from nanoengine.layers.norm import HeadNorm, RMSNorm
@@ -28,22 +28,22 @@ def make_norm(config: ModelConfig, context: ModelContext) -> RMSNorm | LayerNorm
     """Makes the family's norm over the hidden size."""
     kind, sizes = config.plan.norm, (config.hidden_size, config.rms_norm_eps)
     if kind.endswith("layer"):
-        layer_norm = CenteredLayerNorm if kind == "centered layer" else LayerNorm
+        layer_norm = CenteredLayerNorm if kind == "one_plus_weight layer" else LayerNorm
         return layer_norm(*sizes, bias=config.plan.norm_bias, context=context)
-    norm = CenteredNorm if kind == "centered" else RMSNorm
+    norm = CenteredNorm if kind == "one_plus_weight" else RMSNorm
     return norm(*sizes, context=context, dtype=norm_dtype(kind, context.dtype))
 
 
 def norm_dtype(kind: NormKind, dtype: torch.dtype) -> torch.dtype:
-    """The dtype of a norm's weight: float32 or wider if rounding follows the multiplication by
-    it."""
+    """The dtype of a norm's weight: float32 or wider if the family multiplies by it before it
+    rounds."""
     return dtype if kind == "rms" else torch.promote_types(dtype, torch.float32)
 
 
 class CenteredNorm(RMSNorm):
-    """RMSNorm whose factor is 1 + the stored weight.
+    """RMSNorm that multiplies by 1 + weight, as in Gemma.
 
-    Why added in the wider dtype: 1 + weight has more digits than 16 bits hold.
+    Why in the wider dtype: 16 bits don't represent 1 + weight exactly.
     """
 
     def store(self, stored: torch.Tensor) -> None:
@@ -70,11 +70,11 @@ class LayerNorm(Layer):
         return normed.to(x.dtype), total
 
     def weight_slots(self, path: str) -> dict[str, WeightSlot]:
-        return whole_slots(path, weight=self.weight, bias=self.bias)
+        return full_slots(path, weight=self.weight, bias=self.bias)
 
 
 class CenteredLayerNorm(LayerNorm):
-    """LayerNorm whose factor is 1 + the stored weight."""
+    """LayerNorm that multiplies by 1 + weight."""
 
     def weight_slots(self, path: str) -> dict[str, WeightSlot]:
         name, slots = f"{path}.weight", super().weight_slots(path)
@@ -85,7 +85,7 @@ class CenteredLayerNorm(LayerNorm):
 
 
 class ReorderedHeadNorm(HeadNorm):
-    """The QK norm per head, of the family's kind, with a head's dimensions ordered by
+    """The QK norm per head, with the kind of norm of the family and a head's dimensions ordered by
     `head_order`."""
 
     def __init__(self, spec: AttentionSpec, config: ModelConfig, context: ModelContext) -> None:
@@ -94,23 +94,23 @@ class ReorderedHeadNorm(HeadNorm):
         self.kind, self.order = config.plan.norm, head_order(config)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[T, H + K, D] -> the same with each head normed, if no backend does it."""
+        """Norms each head, for layers whose backend does not: [T, H + K, D] -> the same."""
         wide = x.to(self.weight.dtype)
         normed = F.rms_norm(wide, self.weight.shape[1:], None, self.weights.eps)
         return (normed * self.weight).to(x.dtype)
 
     def store(self, rows: torch.Tensor, stored: torch.Tensor) -> None:
-        factors = stored.to(rows.dtype) + 1 if self.kind == "centered" else stored
+        factors = stored.to(rows.dtype) + 1 if self.kind == "one_plus_weight" else stored
         rows.copy_(ordered(factors, self.order))
 
 
 class AllHeadsNorm(ReorderedHeadNorm):
-    """RMSNorm over all query heads together, and over all key heads. Its weights are `q_norm` and
-    `k_norm` next to this module in the checkpoint, [H * D] and [K * D] for all ranks.
+    """QK norm over all query heads together, and over all key heads together. Its weights are
+    `q_norm` and `k_norm` next to this module in the checkpoint, [H * D] and [K * D] over all ranks.
 
     Attributes:
-        weights: the weights that backends apply; None: heads are split over ranks, and `forward`
-            norms them.
+        weights: for the backend, which applies the norm; None: heads are split over ranks, and
+            `forward` applies it.
 
     Source: OLMo 2 (arXiv 2501.00656), section 3.3.
     """
@@ -123,12 +123,12 @@ class AllHeadsNorm(ReorderedHeadNorm):
         self.eps, self.counts = config.rms_norm_eps, (spec.num_heads, spec.num_kv_heads)
         self.weights = None
         if self.ranks == 1:
-            self.weights = HeadNormWeights(weight=self.weight, eps=self.eps, together=self.counts)
-        heads = config.num_attention_heads, config.num_key_value_heads
-        self.whole = [(count * config.head_dim, context.shard.of_heads(count)) for count in heads]
+            self.weights = HeadNormWeights(weight=self.weight, eps=self.eps, all_heads=self.counts)
+        heads, head_dim = (config.num_attention_heads, config.num_key_value_heads), config.head_dim
+        self.whole = [(n * head_dim, context.shard.for_kv_heads(n)) for n in heads]
 
     def forward(self, heads: torch.Tensor) -> torch.Tensor:
-        """[T, H + 2 K, D] -> the same with value heads unchanged; for heads split over ranks."""
+        """Norms queries and keys that are split over ranks: QKV [T, H + 2 K, D] -> the same."""
         q, k, v = heads.split((*self.counts, self.counts[1]), dim=1)
         weights = self.weight.split(self.counts)
         return torch.cat((self._normed(q, weights[0]), self._normed(k, weights[1]), v), dim=1)
@@ -136,7 +136,7 @@ class AllHeadsNorm(ReorderedHeadNorm):
     def _normed(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         total = self.all_reduce(wide.square().sum((1, 2), keepdim=True))
-        # Why this works for KV heads shared by several ranks: they count as often in both.
+        # Why this works for KV heads that ranks share: total and size count them equally often.
         size = weight.numel() * self.ranks
         normed = (wide * torch.rsqrt(total / size + self.eps)).to(weight.dtype)
         return (normed * weight).to(x.dtype)

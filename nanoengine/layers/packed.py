@@ -1,8 +1,8 @@
 """PackedLinear: 16-bit or 32-bit weights in panels, multiplied by our own CPU kernels.
 
-Weights are packed in place once at load, so a weight never exists twice; only a large head also has
-an int8 copy (`ScreenedHead`). Selected by `CPUKernels`. The readable forms are `UnquantizedLinear`
-and, for `argmax` of a screened head, `runner/sampling/draw.py` over all outputs.
+Weights are packed in place at load, so no weight exists twice; only a large head also has an int8
+copy (`PrunedArgmaxHead`). Selected by `CPUKernels`. The reference implementations are
+`UnquantizedLinear`, and for the pruned argmax `runner/sampling/draw.py` over all outputs.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from nanoengine.kernels.gemm import PANEL
 from nanoengine.kernels.threads import num_workers
 from nanoengine.layers.kernels import Masks, UnquantizedLinear
 
-SCREENED_BYTES = 2**24
-"""Weights of at least this size [bytes] get an int8 copy, which adds a quarter of their size or
-more. Why: a smaller weight stays in the CPU's cache, where reading it is cheap."""
+MIN_PRUNED_BYTES = 2**24
+"""Heads of at least this size [bytes] get an int8 copy, which adds a quarter of their size or more.
+Why: a smaller weight stays in the CPU's cache, where reading it is cheap."""
 
 NO_MASKS = np.empty((0, 0), np.int32)
-MOST_ROWS, MOST_ROWS_OF_PAIRS = 256, 8
-"""The largest number of rows for which the screen is faster than all outputs: any usual number, but
-few on a CPU that multiplies pairs of bfloat16 as fast as the screen's integers.
+MAX_ROWS, MAX_ROWS_OF_PAIRS = 256, 8
+"""Largest number of rows for which the pruned argmax is faster than computing all outputs. The
+second is for CPUs that multiply pairs of bfloat16 as fast as int8.
 
 Perf: one row of 1,024 times 151,936 outputs, 22 against 7 ms (two Zen 3 cores). 640 times 32,000 on
 two Zen 5 cores: 256 rows, 32 against 18 ms; 8, 16 and 32 rows of pairs, 0.9, 1.5 and 3.0 against
@@ -31,8 +31,8 @@ two Zen 5 cores: 256 rows, 32 against 18 ms; 8, 16 and 32 rows of pairs, 0.9, 1.
 """
 
 
-def largest_of(outputs: torch.Tensor, masks: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-    """The result of `LinearMethod.argmax`, from all outputs [L, N] float32."""
+def full_argmax(outputs: torch.Tensor, masks: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the result of `LinearMethod.argmax` from all outputs, [L, N] float32."""
     ids, largest = np.empty(len(outputs), np.int64), np.empty(len(outputs), np.float32)
     cpu_argmax.largest_of(outputs.numpy(), masks, ids, largest, num_workers())
     return torch.from_numpy(ids), torch.from_numpy(largest)
@@ -46,15 +46,15 @@ float16. The sign distinguishes the two in the kernels: int16 is float16, uint16
 
 
 class PackedLinear(UnquantizedLinear):
-    """A weight on the CPU, float32, bfloat16 or float16, packed once all of its rows are loaded.
+    """A float32, bfloat16 or float16 weight on the CPU, packed when all of its rows are loaded.
 
     16-bit weights are converted to float32 in registers, so results have the bits of a float32
-    copy. A tied weight is packed in place too: the embedding then looks its rows up through `rows`.
-    A row's result has the same bits alone and in any batch.
+    copy. A tied weight is packed in place too; the embedding then looks up its rows through `rows`.
+    A row's result has the same bits in any batch.
 
     Args:
-        rounds_inputs: round inputs to bfloat16, multiply them by bfloat16 weights, and add in
-            float32.
+        rounds_inputs: round inputs to bfloat16, multiply them by bfloat16 weights, and accumulate
+            in float32.
     """
 
     has_kernel = True
@@ -63,8 +63,8 @@ class PackedLinear(UnquantizedLinear):
         super().__init__(name)
         self.rounds_inputs = rounds_inputs
 
-    def hold(self, weight: torch.Tensor) -> None:
-        super().hold(weight)
+    def set_weight(self, weight: torch.Tensor) -> None:
+        super().set_weight(weight)
         self.shape, dtype = weight.shape, weight.dtype
         assert dtype in PANEL_DTYPES and weight.device.type == "cpu", (dtype, weight.device)
         assert dtype == torch.bfloat16 or not self.rounds_inputs, dtype
@@ -84,7 +84,7 @@ class PackedLinear(UnquantizedLinear):
     def finish(self) -> None:
         if not self.is_packed:
             flat, dtype = self.weight.detach().view(-1), self.weight.dtype
-            # Why a view is kept: making one takes about as long as the work of a small row.
+            # Why kept: making a numpy view takes about as long as multiplying a small row.
             self.panels = flat.view(PANEL_DTYPES[dtype]).numpy()
             self.pack(0, self.shape[0])
             self.is_packed = True
@@ -98,7 +98,7 @@ class PackedLinear(UnquantizedLinear):
     def _replace(self, weight: torch.Tensor, first: int) -> None:
         start = first // PANEL * PANEL
         stop = min(-(-(first + len(weight)) // PANEL) * PANEL, self.shape[0])
-        if stop - start > len(weight):  # the panels at its ends hold other rows too
+        if stop - start > len(weight):  # the first and the last panel have other rows too
             whole = self.rows(torch.arange(start, stop))
             whole[first - start :][: len(weight)] = weight
             weight = whole
@@ -109,7 +109,7 @@ class PackedLinear(UnquantizedLinear):
         if x.dim() != 2:
             return self.apply(x.reshape(-1, x.shape[-1]), bias).view(*x.shape[:-1], -1)
         out = np.empty((x.shape[0], self.shape[0]), np.float32)
-        kernel = kernels.linear_of_rounded if self.rounds_inputs else kernels.linear
+        kernel = kernels.linear_bf16_inputs if self.rounds_inputs else kernels.linear
         kernel(x.contiguous().numpy(), *self.operands(bias), out, num_workers())
         return torch.from_numpy(out)
 
@@ -129,7 +129,7 @@ class PackedLinear(UnquantizedLinear):
         return torch.from_numpy(out)
 
 
-class ScreenedHead(PackedLinear):
+class PrunedArgmaxHead(PackedLinear):
     """A packed weight with an int8 copy, which `argmax` uses if that is faster."""
 
     def __init__(self, name: str, *, rounds_inputs: bool = False) -> None:
@@ -139,7 +139,7 @@ class ScreenedHead(PackedLinear):
 
     def pack(self, start: int, stop: int) -> None:
         super().pack(start, stop)
-        if self.weight.nbytes >= SCREENED_BYTES:
+        if self.weight.nbytes >= MIN_PRUNED_BYTES:
             outputs, inputs = self.shape
             if self.values is None:
                 panels, padded = outputs // PANEL, -(-inputs // 4) * 4
@@ -158,8 +158,8 @@ class ScreenedHead(PackedLinear):
         if self.values is None:
             return None
         bits = NO_MASKS if masks is None else masks()
-        if len(x) > (MOST_ROWS_OF_PAIRS if self.rounds_inputs and kernels.DOTS else MOST_ROWS):
-            return largest_of(self.apply(x, None), bits) if softcap is None else None
+        if len(x) > (MAX_ROWS_OF_PAIRS if self.rounds_inputs and kernels.BF16_DOTS else MAX_ROWS):
+            return full_argmax(self.apply(x, None), bits) if softcap is None else None
         if self.rounds_inputs:
             x = x.bfloat16().float()
         ids, largest = np.empty(len(x), np.int64), np.empty(len(x), np.float32)

@@ -1,12 +1,12 @@
 """Quantized linear layers: integers and scales, a quarter or an eighth of float32's bytes.
 
     float rows ───── quantize ──┐
-                                ├─ QuantizedWeight ─ pack (once all rows are there) ─ multiply
+                                ├─ QuantizedWeight ─ pack (after the last rows) ─ matmul
     stored tensors ─ a format ──┘
 
-`QuantizedLinear` is the readable form in plain torch, which defines what a kernel must compute. A
-faster form is a subclass with its own `pack` and `multiply`. Selected by `quantized_linears`; knows
-no checkpoint file.
+`QuantizedLinear` is the reference implementation in plain torch, which defines what kernels
+compute. Faster implementations are subclasses with another `pack` and `matmul`. Selected by
+`quantized_linears`; does not depend on checkpoint files.
 
 Legend: T rows of activations, K inputs, N outputs, G groups of inputs that share a scale.
 """
@@ -34,95 +34,99 @@ from nanoengine.layers.quantized_weight import (
     GROUP_SIZE,
     TENSORS,
     QuantizedWeight,
-    of_groups,
     pack_pairs,
     quantize,
     quantize_rotated,
     rotate,
+    scales_as_floats,
     unpack_pairs,
 )
 
 ACTIVATION_GROUP = 32
-"""Inputs of a token that share a scale."""
+"""Inputs of a token that share an activation scale."""
 
-SMALLEST = 2e-36
-"""A group is 0 if its largest magnitude is below this: 127 / largest could overflow."""
+MIN_MAGNITUDE = 2e-36
+"""A group whose largest magnitude is below this becomes 0, because 127 / largest could overflow."""
 
 ROWS_AT_ONCE = 4096
-"""Rows that are quantized together. Why: it makes another float copy of them, which for a head of
-150,000 rows would be the peak memory of the whole start."""
+"""Rows that are quantized together. Why: quantization makes a float copy of them, which for a head
+of 150,000 rows would be the peak memory of the whole start."""
 
-
-NARROW = 1024
-"""Hidden size below which int4 uses one more bit for most matrices, unless it is a multiple of a
-block: for such models llama.cpp's Q4_K_M takes 5.5 bits per weight."""
+NARROW_HIDDEN_SIZE = 1024
+"""Hidden size below which int4 uses one more bit for most matrices, unless it is a multiple of
+`BLOCK`. For such models llama.cpp's Q4_K_M uses 5.5 bits per weight."""
 
 
 def quantized_linears(
     quantization: Quantization,
-    exact: Callable[[str], LinearMethod],
-    kind: Callable[..., LinearMethod | None] | None = None,
+    make_float: Callable[[str], LinearMethod],
+    make_quantized: Callable[..., LinearMethod | None] | None = None,
 ) -> Callable[[str], LinearMethod]:
     """Returns a function that makes the method of a linear layer from its full name.
 
     Args:
-        exact: makes the methods of layers that are never rounded, or that the checkpoint stores as
-            floats.
-        kind: makes the others: `QuantizedLinear` or a faster one. If it returns None, the stored
-            form is dequantized while it loads.
+        make_float: makes the methods of layers that are never quantized, or that the checkpoint
+            stores as floats.
+        make_quantized: makes the others; None: `QuantizedLinear`. If it returns None, the stored
+            weights are dequantized while they load.
     """
-    stored, kind = quantization.stored, kind or QuantizedLinear
+    stored, make_quantized = quantization.stored, make_quantized or QuantizedLinear
 
     def method(name: str) -> LinearMethod:
-        own = None if stored is None else stored.of(name)
-        if name.endswith(ROUTERS) or (stored is not None and own is None):
-            return exact(name)
-        if own is None:
-            # Why: the head's errors go straight to the logits, and int8 has a tenth of int4's.
+        scheme = None if stored is None else stored.of(name)
+        if name.endswith(ROUTERS) or (stored is not None and scheme is None):
+            return make_float(name)
+        if scheme is None:
+            # Why int8: the head's errors are errors of logits, and int8 has a tenth of int4's
+            # error.
             bits, reader = 8 if name == "lm_head" else quantization.bits, None
             group_size = GROUP_SIZE if bits == 4 else None
         else:
-            bits, reader = own.bits, FORMATS[own.format](own)
-            group_size = own.group_size if reader.whole_groups else None
+            bits, reader = scheme.bits, FORMATS[scheme.format](scheme)
+            group_size = scheme.group_size if reader.whole_groups else None
         options = {"activations": quantization.activations, "stored": reader}
-        made = kind(name, bits=bits, group_size=group_size, **options)
-        return expanded(exact(name), reader) if made is None else made
+        quantized = make_quantized(name, bits=bits, group_size=group_size, **options)
+        return dequantize_on_load(make_float(name), reader) if quantized is None else quantized
 
     return method
 
 
 def dequantize_all(name: str, **options: object) -> None:
-    """Returns None, for devices without a kernel for stored forms: these are dequantized."""
+    """The `make_quantized` of devices without kernels for quantized weights: returns None."""
 
 
-def expanded(method: LinearMethod, reader: StoredFormat | GGUF) -> LinearMethod:
-    """Returns the method with a weight slot that dequantizes the stored form while it loads, one
-    matrix at a time. Why not a class: kernels check the classes of methods with float weights."""
-    plain = method.weight_slot
+def dequantize_on_load(method: LinearMethod, reader: StoredFormat | GGUF) -> LinearMethod:
+    """Replaces the method's weight slot by one that dequantizes stored weights, one matrix at a
+    time.
+
+    Why not a subclass: kernels check the classes of methods with float weights.
+    """
+    float_slot = method.weight_slot
 
     def weight_slot(name: str, matrix: MatrixPart) -> WeightSlot:
         rows, columns = (*matrix.part, slice(None), slice(None))[:2]
 
         def load(weight: QuantizedWeight, first: int) -> None:
-            # Why columns last: a rank's columns may cut through a group.
+            # Why columns are cut afterwards: a rank's columns may split a group.
             method.load(weight.dequantized()[:, columns], first)
 
         pieces = reader.matrix_slots(name, matrix._replace(part=(rows,)), load)
-        return replace(plain(name, matrix), pieces=pieces, pieces_only=True)
+        return replace(float_slot(name, matrix), pieces=pieces, pieces_only=True)
 
     object.__setattr__(method, "weight_slot", weight_slot)
     return method
 
 
 def int4_bits(name: str, outputs: int, inputs: int) -> int:
-    """Bits of the matrix `name` [outputs, inputs] if int4 weights are made while loading.
+    """Bits of the matrix `name` [outputs, inputs] if it is quantized to int4 while loading.
 
-    Why more than 4 for some: errors of v_proj and down_proj cost most, and a narrow model is hurt
-    more by the same errors. llama.cpp's Q4_K_M does the same, with more bytes per weight.
+    Why more than 4 for some: errors in v_proj and down_proj are the most harmful, and narrow models
+    are more sensitive to errors. llama.cpp's Q4_K_M makes the same choices, with more bytes per
+    weight.
     """
     kind = name.rpartition(".")[2]
     hidden_size = outputs if kind in ("o_proj", "down_proj") else inputs
-    is_narrow = hidden_size < NARROW and hidden_size % BLOCK != 0
+    is_narrow = hidden_size < NARROW_HIDDEN_SIZE and hidden_size % BLOCK != 0
     if is_narrow and kind == "v_proj":
         return 8
     is_gate = kind in ("gate_proj", "up_proj", "gate_up_proj")
@@ -134,8 +138,8 @@ def quantize_activations(x: torch.Tensor, size: int) -> tuple[torch.Tensor, torc
 
     Each `size` inputs of a token share one scale, their largest magnitude / 127, so values * scales
     approximates x. A token's result does not depend on the batch, and an outlier reduces the
-    precision of its own group, not of the whole token. values = x / scale, rounded half to even. A
-    group with NaN or infinity gets such a scale, and the token such a result.
+    precision of its group only, not of the whole token. values = x / scale, rounded half to even.
+    The scale of a group with NaN or infinity is NaN or infinite, and so is the token's result.
 
     Source: Yao et al., ZeroQuant (arXiv 2206.01861), section 3.1, token-wise quantization; groups
     of 32, ggml's Q8_0.
@@ -143,26 +147,27 @@ def quantize_activations(x: torch.Tensor, size: int) -> tuple[torch.Tensor, torc
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     groups = F.pad(wide, (0, -x.shape[1] % size)).unflatten(1, (-1, size))
     largest = groups.abs().amax(2)
-    scales = torch.where(largest < SMALLEST, 0.0, largest / 127).float()
+    scales = torch.where(largest < MIN_MAGNITUDE, 0.0, largest / 127).float()
     divisors = torch.where(scales == 0, torch.inf, scales).unsqueeze(2)
     values = (groups / divisors).round_().clamp_(-127, 127).nan_to_num_(0).to(torch.int8)
     return values.flatten(1)[:, : x.shape[1]], scales
 
 
 class QuantizedLinear(LinearMethod):
-    """A quantized weight, multiplied by plain torch on the CPU.
+    """A quantized weight, multiplied in plain torch on the CPU.
 
-    A tied weight is quantized as a copy: the embedding still looks up rows of the float weight.
+    A tied weight is quantized as a copy; the embedding still looks up rows of the float weight.
 
     Args:
         bits, group_size: of the weights that `load` quantizes; group_size None: one scale per
             output, or per rotated group if activations are int8.
-        activations: "int8" quantizes them in groups of a token's inputs, see
-            `quantize_activations`; "float" leaves them as they are.
-        stored: the format of a checkpoint that stores this layer quantized.
+        activations: "int8" quantizes them per token and group of inputs, see
+            `quantize_activations`; "float" does not.
+        stored: the format in which the checkpoint stores this layer, if it is quantized.
 
     Raises:
-        ConfigError: from `create`: the inputs are not a multiple of the group size, or on a GPU.
+        ConfigError: from `create`: the inputs are not a multiple of the group size, or the device
+            is a GPU.
     """
 
     rotated = staticmethod(quantize_rotated)
@@ -187,35 +192,35 @@ class QuantizedLinear(LinearMethod):
     def create(self, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> None:
         if device.type != "cpu":
             raise ConfigError(
-                f"int{self.bits} weights on device {device.type!r} need kernels in Triton: leave"
-                " out attention_backend='naive', dtype='float64', or quantization"
+                f"int{self.bits} weights on device {device.type!r} require the Triton kernels:"
+                " remove attention_backend='naive', dtype='float64', or quantization"
             )
         self.where = dtype, device
         self.out_features, self.in_features = shape
         self.group_size = self.group_size or self.in_features
         if self.in_features % self.group_size:
             raise ConfigError(
-                f"int{self.bits} weights share a scale in groups of {self.group_size} inputs, and"
-                f" {self.name} has {self.in_features}, no multiple of that"
+                f"int{self.bits} weights require a multiple of {self.group_size} inputs, and"
+                f" {self.name} has {self.in_features}: set another quantization"
             )
         if self.bits == 4 and self.stored is None:
             self.bits = int4_bits(self.name, *shape)
         self._parts: dict[int, QuantizedWeight] = {}
 
-    def hold(self, weight: torch.Tensor) -> None:
+    def set_weight(self, weight: torch.Tensor) -> None:
         self.tied, (rows, columns) = weight, weight.shape
         self.create((rows, columns), weight.dtype, weight.device)
 
     def load(self, weight: torch.Tensor, first: int = 0, bits: int | None = None) -> None:
-        """Quantizes rows, to `bits` if these differ from other rows'."""
+        """Quantizes rows to `bits`; None: `self.bits`."""
         if self.tied is not None:
             weight = self.tied[first : first + len(weight)].copy_(weight)
-        take = self.replace if self.is_loaded else self.load_quantized
+        store = self.replace if self.is_loaded else self.load_quantized
         rounded = partial(quantize, bits=bits or self.bits, group_size=self.group_size)
         if self.activations == "int8" and self.bits == 8:
             rounded = self.rotated
         for start in range(0, len(weight), ROWS_AT_ONCE):
-            take(rounded(weight[start : start + ROWS_AT_ONCE]), first + start)
+            store(rounded(weight[start : start + ROWS_AT_ONCE]), first + start)
 
     @property
     def is_loaded(self) -> bool:
@@ -223,13 +228,13 @@ class QuantizedLinear(LinearMethod):
         return self.values is not None or len(self.pieces) > 0
 
     def load_quantized(self, weight: QuantizedWeight, first: int = 0) -> None:
-        """Takes rows from `first` on, and packs the whole after the last rows. Runs of rows with
+        """Adds rows from `first` on, and packs the matrix after the last rows. Runs of rows with
         different forms become separate methods (`pieces`). If activations are int8, stored rows
-        with one scale per output are rotated and rounded again: one activation scale per token
-        would cost more accuracy than the second rounding.
+        with one scale per output are rotated and quantized again, because one activation scale per
+        token would lose more accuracy than the second rounding.
 
         Raises:
-            WeightLoadError: they have another order of inputs.
+            WeightLoadError: the rows have another order of inputs than earlier rows.
         """
         if self.activations == "int8" and weight.has_row_scales:
             weight = self.rotated(weight.dequantized())
@@ -249,26 +254,26 @@ class QuantizedLinear(LinearMethod):
             self.pack(runs[0])
             return
         for run in runs:
-            one = type(self)(
+            method = type(self)(
                 self.name, bits=run.bits, group_size=run.group_size, activations=self.activations
             )
-            one.create(tuple(run.values.shape), *self.where)
-            one.load_quantized(run)
-            self.pieces.append(one)
+            method.create(tuple(run.values.shape), *self.where)
+            method.load_quantized(run)
+            self.pieces.append(method)
 
     def check_order(self, weight: QuantizedWeight) -> None:
-        """Raises WeightLoadError if rows have another order of inputs than earlier rows."""
+        """Raises WeightLoadError if the rows have another order of inputs than earlier rows."""
         orders = [None if order is None else order.tolist() for order in (self.order, weight.order)]
         if orders[0] != orders[1]:
             raise WeightLoadError(
-                f"the matrices fused in {self.name} are quantized differently (g_idx), so they"
-                " can't be multiplied as one"
+                f"the matrices fused in {self.name} are quantized differently (g_idx), which is"
+                " not supported"
             )
 
     def apply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         if x.dim() != 2:
             return self.apply(x.reshape(-1, x.shape[-1]), bias).view(*x.shape[:-1], -1)
-        return self.multiply(x if self.order is None else x.index_select(1, self.order), bias)
+        return self.matmul(x if self.order is None else x.index_select(1, self.order), bias)
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         if self.tied is not None:
@@ -276,14 +281,14 @@ class QuantizedLinear(LinearMethod):
         return self.unpacked(ids).dequantized()
 
     def pack(self, weight: QuantizedWeight) -> None:
-        """Keeps all rows in the form that `multiply` reads: int4 values two to a byte."""
-        self.values = kept_values(weight)
+        """Stores all rows in the layout that `matmul` reads: two int4 values per byte."""
+        self.values = packed_values(weight)
         for name in TENSORS[1:]:
             setattr(self, name, getattr(weight, name))
         self.rest: Any = replace(weight, **dict.fromkeys(TENSORS, None))
 
     def replace(self, weight: QuantizedWeight, first: int) -> None:
-        """Replaces the rows from `first` on by rows that `load` has quantized."""
+        """Overwrites rows from `first` on, after the matrix is packed."""
         for piece in self.pieces:
             if 0 <= first < piece.out_features:
                 piece.replace(weight, first)
@@ -293,21 +298,21 @@ class QuantizedLinear(LinearMethod):
         rows = slice(first, first + len(weight.values))
         for name, kept in ((name, getattr(self, name)) for name in TENSORS):
             if kept is not None:
-                kept[rows] = kept_values(weight) if name == "values" else getattr(weight, name)
+                kept[rows] = packed_values(weight) if name == "values" else getattr(weight, name)
 
-    def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """[T, K] floats, inputs in the weight's order -> [T, N] of the same dtype."""
+    def matmul(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """Floats [T, K], inputs in the weight's order -> [T, N] of the same dtype."""
         if self.pieces:
-            out = torch.cat([piece.multiply(x, None) for piece in self.pieces], 1)
+            out = torch.cat([piece.matmul(x, None) for piece in self.pieces], 1)
             return out if bias is None else out + bias
         weight = self.unpacked()
         if self.activations == "float":
             return F.linear(x, weight.dequantized().to(x.dtype), bias)
-        out = multiply_int8(x, weight)
+        out = matmul_int8(x, weight)
         return out if bias is None else out + bias
 
     def unpacked(self, rows: slice | torch.Tensor = slice(None)) -> QuantizedWeight:
-        """Returns these rows, unpacked."""
+        """Unpacks these rows."""
         kept = {name: getattr(self, name) for name in TENSORS}
         parts = {name: None if part is None else part[rows] for name, part in kept.items()}
         if self.values.dtype == torch.uint8:
@@ -319,7 +324,7 @@ class QuantizedLinear(LinearMethod):
 
     @property
     def num_weights(self) -> int:
-        """The model's weights in this layer; a tied weight is counted in its embedding."""
+        """Number of weights; a tied weight is counted in the embedding, pieces count their own."""
         counted_elsewhere = self.tied is not None or len(self.pieces) > 0
         return 0 if counted_elsewhere else self.in_features * self.out_features
 
@@ -336,25 +341,25 @@ class QuantizedLinear(LinearMethod):
         return replace(slot, pieces=pieces, pieces_only=True)
 
 
-def kept_values(weight: QuantizedWeight) -> torch.Tensor:
-    """The values in the form of a plain layer: 4-bit values two to a byte."""
+def packed_values(weight: QuantizedWeight) -> torch.Tensor:
+    """The values as `QuantizedLinear` stores them: two 4-bit values per byte."""
     return pack_pairs(weight) if weight.bits == 4 else weight.values
 
 
-def multiply_int8(x: torch.Tensor, weight: QuantizedWeight) -> torch.Tensor:
-    """[T, K] floats, quantized by `quantize_activations`, times the weight: [T, N] of x's dtype.
-    For a rotated weight the inputs are rotated first.
+def matmul_int8(x: torch.Tensor, weight: QuantizedWeight) -> torch.Tensor:
+    """Quantizes x [T, K] (`quantize_activations`) and multiplies it by the weight: [T, N] of x's
+    dtype. For a rotated weight, inputs are rotated first.
 
-    Inputs that share both a weight scale and an activation scale have integer dot products, exact
-    in any order of addition. They are multiplied by both scales and added in the order of inputs.
-    So a row's result has the same bits in any batch.
+    Inputs that share both a weight scale and an activation scale have an integer dot product, which
+    is exact in any order of addition. Dot products are multiplied by both scales and added in the
+    order of inputs, so a token's result has the same bits in any batch.
     """
     dtype, wide, size = x.dtype, torch.promote_types(x.dtype, torch.float32), ACTIVATION_GROUP
     if weight.inputs is not None:
         x, size = rotate(x.to(wide)), GROUP
     inputs, (values, row_scales) = x.shape[1], quantize_activations(x, size)
-    scales = of_groups(weight.scales, weight.factors)
-    mins = None if weight.mins is None else of_groups(weight.mins, weight.min_factors)
+    scales = scales_as_floats(weight.scales, weight.factors)
+    mins = None if weight.mins is None else scales_as_floats(weight.mins, weight.min_factors)
     total = torch.zeros(len(x), len(weight.values), dtype=wide)
     edges = sorted({inputs, *range(0, inputs, weight.group_size), *range(0, inputs, size)})
     for start, stop in pairwise(edges):

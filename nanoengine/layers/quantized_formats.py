@@ -1,8 +1,8 @@
 """How checkpoints store quantized matrices: GPTQ, AWQ, compressed-tensors, fp8, MXFP4 and GGUF.
 
-A format says which tensors make up one matrix [N, K] and reads them as a `QuantizedWeight`. These
-formats pack unsigned values of 4 or 8 bits into int32 words, the first in the lowest bits; they
-differ in the values that share a word, in the zero points, and in names:
+A format lists the tensors of one matrix [N, K] and reads them as a `QuantizedWeight`. These formats
+pack unsigned values of 4 or 8 bits into int32 words, the first value in the lowest bits. They
+differ in which values share a word, in zero points, and in names:
 
     GPTQ                     AWQ                      compressed-tensors, pack-quantized
     qweight  [K / p, N]      qweight  [K, N / p]      weight_packed      [N, K / p]
@@ -39,24 +39,24 @@ INTEGERS = (torch.int32, torch.int64)
 BYTES = (torch.uint8,)
 E4M3 = (torch.float8_e4m3fn,)
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-"""Column, within a block of eight, that each place of an AWQ word holds."""
+"""Position in an AWQ word, from the low bits -> column within a block of eight."""
 
 ROWS_AT_ONCE = 4096
-"""Rows that are unpacked together. Why: unpacked they take several times the memory."""
+"""Rows that are unpacked together. Why: unpacked rows take several times the memory."""
 
 Tensors = dict[str, torch.Tensor]
 Load = Callable[[QuantizedWeight, int], object]
 LoadBlocks = Callable[[str, torch.Tensor, int], bool]
-"""Its arguments are a type of `LAYOUTS`, rows [N, bytes] and the index of the first row."""
+"""Loads rows of a GGUF file: a type of `LAYOUTS`, rows [N, bytes], and the index of the first row.
+Returns False if the rows must be unpacked first."""
 
 
 class StoredTensor(NamedTuple):
     """One tensor of a quantized matrix.
 
     Attributes:
-        dims: a letter per dimension: N, K and G of the legend, n and k for N and K counted in words
-            of several values, B and C for blocks of outputs and of inputs, h for half of K; or a
-            number.
+        dims: one letter per dimension, or a number: N, K and G of the legend; n and k: N and K
+            counted in words; B and C: blocks of outputs and of inputs; h: half of K.
         dtypes: the allowed dtypes; (): any floating dtype.
     """
 
@@ -66,10 +66,10 @@ class StoredTensor(NamedTuple):
 
 
 class StoredFormat(ABC):
-    """The base of all formats; a subclass lists its tensors and reads them.
+    """The base class of all formats; a subclass lists its tensors and reads them.
 
     Attributes:
-        whole_groups: the inputs of a matrix are a multiple of the group size.
+        whole_groups: a matrix must have a multiple of the group size as inputs.
     """
 
     whole_groups = True
@@ -79,14 +79,15 @@ class StoredFormat(ABC):
 
     @abstractmethod
     def tensors(self) -> dict[str, StoredTensor]:
-        """The tensors of a matrix, by the last part of their names."""
+        """The tensors of a matrix by the last component of their names."""
 
     @abstractmethod
     def read(self, tensors: Tensors, num_rows: int, num_columns: int) -> QuantizedWeight:
-        """Reads the matrix [num_rows, num_columns] that these tensors represent."""
+        """Reads the matrix [num_rows, num_columns] from its tensors."""
 
     def matrix_slots(self, name: str, matrix: MatrixPart, load: Load) -> dict[str, WeightSlot]:
-        """Slots of all tensors of the matrix `name`; `load` takes its part and the first row."""
+        """Slots of all tensors of the matrix `name`; `load` gets this rank's part of the matrix and
+        the index of its first row in the layer."""
         rows, columns = (*matrix.part, slice(None), slice(None))[:2]
 
         def store(weight: QuantizedWeight) -> None:
@@ -102,24 +103,24 @@ class StoredFormat(ABC):
         store: Callable[[QuantizedWeight], object],
         count: int | None = None,
     ) -> dict[str, WeightSlot]:
-        """Slots of all tensors of the matrix `name` [N, K]. After the last one is filled, the
-        matrix is read and stored, so at most one matrix waits for its tensors.
+        """Slots of all tensors of the matrix `name` [N, K]. When the last one is filled, the matrix
+        is read and passed to `store`, so the tensors of few matrices are in memory at a time.
 
         Args:
             count: the tensors are stacks of `count` matrices, which are stored one after the other.
         """
-        wanted = self.tensors()
-        waiting, found = set(wanted), Tensors()
+        parts = self.tensors()
+        missing, found = set(parts), Tensors()
 
-        def take(part: str, tensor: torch.Tensor | None = None) -> None:
-            waiting.remove(part)
+        def fill(part: str, tensor: torch.Tensor | None = None) -> None:
+            missing.remove(part)
             if tensor is not None:
                 found[part] = tensor if count else tensor.unsqueeze(0)
-            if waiting:
+            if missing:
                 return
-            for one in zip(*found.values(), strict=True):
+            for tensors in zip(*found.values(), strict=True):
                 try:
-                    weight = self.read(dict(zip(found, one, strict=True)), *shape)
+                    weight = self.read(dict(zip(found, tensors, strict=True)), *shape)
                 except WeightLoadError as error:
                     raise WeightLoadError(f"{name}: {error}") from error
                 store(weight)
@@ -129,10 +130,10 @@ class StoredFormat(ABC):
             f"{name}{'_' if count else '.'}{part}": WeightSlot(
                 shape=((count,) if count else ()) + self._shape(tensor.dims, *shape),
                 dtypes=tensor.dtypes,
-                store=partial(take, part),
-                absent=partial(take, part) if tensor.optional else None,
+                store=partial(fill, part),
+                on_missing=partial(fill, part) if tensor.optional else None,
             )
-            for part, tensor in wanted.items()
+            for part, tensor in parts.items()
         }
 
     def _shape(self, dims: str, num_rows: int, num_columns: int) -> tuple[int, ...]:
@@ -167,11 +168,11 @@ class StoredFormat(ABC):
 
 
 class GPTQ(StoredFormat):
-    """A word holds neighbours along the inputs.
+    """A word has adjacent inputs of one output.
 
-    Zero points are stored less one (format "gptq") or as they are ("gptq_v2"). `g_idx` gives each
-    input's group. If weights were calibrated in activation order (desc_act), groups are scattered,
-    and columns are gathered group by group here. Writers add a bias of zeros to layers without one.
+    Zero points are stored minus one (format "gptq") or unchanged ("gptq_v2"). `g_idx` has each
+    input's group. With activation order (desc_act), the inputs of a group are not adjacent, and
+    columns are reordered by group here. Writers add biases of zeros to layers without biases.
 
     Source: AutoGPTQ, `QuantLinear.pack` of nn_modules/qlinear/qlinear_cuda.py; GPTQModel for v2.
     """
@@ -181,21 +182,21 @@ class GPTQ(StoredFormat):
             "qweight": StoredTensor("k N", INT32),
             "qzeros": StoredTensor("G n", INT32),
             "scales": StoredTensor("G N"),
-            "g_idx": StoredTensor("K", INTEGERS, optional=not self.stored.scattered),
+            "g_idx": StoredTensor("K", INTEGERS, optional=not self.stored.desc_act),
             "bias": StoredTensor("N", optional=True),
         }
 
     def read(self, tensors: Tensors, num_rows: int, num_columns: int) -> QuantizedWeight:
         if "bias" in tensors and tensors["bias"].any():
-            raise WeightLoadError("the checkpoint has a bias that is not 0, the model has none")
+            raise WeightLoadError("the checkpoint has a nonzero bias, the model has no bias here")
         unsigned = unpack_words(tensors["qweight"].T, self.bits)[:, :num_columns]
         zeros = unpack_words(tensors["qzeros"], self.bits)[:, :num_rows].T
         weight = self._weight(unsigned, tensors["scales"].T, zeros + self.stored.zero_offset)
-        return in_groups(weight, tensors.get("g_idx"))
+        return order_by_group(weight, tensors.get("g_idx"))
 
 
 class AWQ(StoredFormat):
-    """A word holds eight neighbours along the outputs, in the order of `AWQ_ORDER`.
+    """A word has eight adjacent outputs of one input, in the order `AWQ_ORDER`.
 
     Source: Lin et al., AWQ (arXiv 2306.00978); AutoAWQ, `WQLinear_GEMM.from_linear`.
     """
@@ -208,18 +209,18 @@ class AWQ(StoredFormat):
         }
 
     def read(self, tensors: Tensors, num_rows: int, num_columns: int) -> QuantizedWeight:
-        places = torch.argsort(torch.tensor(AWQ_ORDER))  # the place of each column
+        positions = torch.argsort(torch.tensor(AWQ_ORDER))  # column -> position
 
         def rows(name: str) -> torch.Tensor:
-            words = unpack_words(tensors[name], self.bits).unflatten(1, (-1, len(places)))
-            return words[:, :, places].flatten(1)[:, :num_rows].T
+            words = unpack_words(tensors[name], self.bits).unflatten(1, (-1, len(positions)))
+            return words[:, :, positions].flatten(1)[:, :num_rows].T
 
         return self._weight(rows("qweight"), tensors["scales"].T, rows("qzeros"))
 
 
 class PackQuantized(StoredFormat):
-    """compressed-tensors, format "pack-quantized": a word holds neighbours along the inputs, and
-    for zero points along the outputs. Both are stored plus 2^(bits - 1).
+    """compressed-tensors, format "pack-quantized": a word has adjacent inputs; of zero points,
+    adjacent outputs. Both are stored plus 2^(bits - 1).
 
     Source: compressed-tensors, `PackedQuantizationCompressor` and `pack_to_int32`.
     """
@@ -242,11 +243,11 @@ class PackQuantized(StoredFormat):
         if zeros is not None:
             zeros = unpack_words(zeros.T, self.bits)[:, :num_rows].T
         weight = self._weight(unsigned, tensors["weight_scale"], zeros)
-        return in_groups(weight, tensors.get("weight_g_idx"))
+        return order_by_group(weight, tensors.get("weight_g_idx"))
 
 
 class IntQuantized(StoredFormat):
-    """compressed-tensors, format "int-quantized": int8 values as they are, one scale per row.
+    """compressed-tensors, format "int-quantized": unpacked int8 values, one scale per output.
 
     Source: compressed-tensors, `IntQuantizationCompressor`.
     """
@@ -268,8 +269,8 @@ class IntQuantized(StoredFormat):
 
 
 class FP8(StoredFormat):
-    """e4m3 floats as they are, with one scale per block (blocks at the ends may be smaller) or one
-    for the whole matrix, which older writers call `weight_scale`. Activation scales are ignored.
+    """e4m3 floats with one scale per block (blocks at the ends may be smaller), or with one scale
+    per matrix, which older writers call `weight_scale`. Activation scales are ignored.
 
     Source: transformers' `FP8Linear`; AutoFP8's `FP8StaticLinear` for the older names.
     """
@@ -289,11 +290,11 @@ class FP8(StoredFormat):
     def read(self, tensors: Tensors, num_rows: int, num_columns: int) -> QuantizedWeight:
         found = [tensors[name] for name in SCALES if name in tensors]
         if len(found) != 1:
-            raise WeightLoadError(f"it has {len(found)} of {' and '.join(SCALES)}, not one")
+            raise WeightLoadError(f"expected one of {' and '.join(SCALES)}, got {len(found)}")
         # Why a copy: the tensor may be a view of the mapped file.
-        values, scales = tensors["weight"].clone().view(torch.int8), finite(found[0])
+        values, scales = tensors["weight"].clone().view(torch.int8), to_finite_float32(found[0])
         if ((values & 127) == 127).any():
-            raise WeightLoadError("a weight is 0x7f or 0xff, which stand for no number")
+            raise WeightLoadError("a weight is 0x7f or 0xff, which is NaN")
         rows = self.stored.group_rows or num_rows
         size = min(self.stored.group_size or num_columns, num_columns)
         # Why smaller groups: all groups of a `QuantizedWeight` have the same size.
@@ -310,7 +311,7 @@ class FP8(StoredFormat):
 
 
 class FloatQuantized(FP8):
-    """compressed-tensors, format "float-quantized": one scale per block, row or matrix.
+    """compressed-tensors, format "float-quantized": one scale per block, output or matrix.
 
     Source: compressed-tensors, `FloatQuantizationCompressor`.
     """
@@ -324,8 +325,8 @@ class FloatQuantized(FP8):
 
 
 class NVFP4(StoredFormat):
-    """compressed-tensors, format "nvfp4-pack-quantized": 4-bit floats, two to a byte, the first in
-    the low half. 16 inputs share an e4m3 scale, which is divided by one scale of the whole matrix.
+    """compressed-tensors, format "nvfp4-pack-quantized": 4-bit floats, two per byte, the first in
+    the low half. 16 inputs share an e4m3 scale, which is divided by one scale per matrix.
 
     Source: compressed-tensors, `NVFP4PackedCompressor`.
     """
@@ -342,7 +343,7 @@ class NVFP4(StoredFormat):
         scales = tensors["weight_scale"].float() / tensors["weight_global_scale"].float()
         return QuantizedWeight(
             values=unpack_pairs(tensors["weight_packed"], E2M1),
-            scales=finite(scales) / 2,  # Why 2: the table's values are doubled.
+            scales=to_finite_float32(scales) / 2,  # Why 2: the table's values are doubled.
             bits=4,
             group_size=16,
             table=E2M1,
@@ -352,8 +353,8 @@ class NVFP4(StoredFormat):
 class MXFP4(StoredFormat):
     """Microscaling 4-bit floats: blocks of 32 inputs share a power of two.
 
-    Here a stack of matrices is one pair of tensors. A byte holds two inputs, the first in its low
-    half; a scale s means 2 ** (s - 127).
+    Stacks of matrices are one pair of tensors. A byte has two inputs, the first in its low half;
+    the stored scale s means 2 ** (s - 127).
 
     Source: OCP Microscaling Formats (MX) v1.0, section 5; the checkpoints of gpt-oss.
     """
@@ -367,7 +368,7 @@ class MXFP4(StoredFormat):
     def read(self, tensors: Tensors, num_rows: int, num_columns: int) -> QuantizedWeight:
         blocks, scales = tensors["blocks"].flatten(1), tensors["scales"]
         if (scales == 255).any():
-            raise WeightLoadError("a scale is 255, which stands for no number")
+            raise WeightLoadError("a scale is 255, which is NaN")
         return QuantizedWeight(
             values=unpack_pairs(blocks, E2M1),
             # Why 128: the table's values are doubled.
@@ -379,9 +380,8 @@ class MXFP4(StoredFormat):
 
 
 class GGUF:
-    """Blocks of ggml's types: a matrix is one tensor, stored as rows of bytes under its own name.
-    Each matrix has its own type and depends on no other tensor, so rows are read a few at a
-    time."""
+    """Blocks of ggml's types: a matrix is one tensor of rows of bytes, with its own type. It
+    depends on no other tensor, so a few rows are read at a time."""
 
     whole_groups = True
 
@@ -391,25 +391,25 @@ class GGUF:
     def matrix_slots(
         self, name: str, matrix: MatrixPart, load: Load, load_blocks: LoadBlocks | None = None
     ) -> dict[str, WeightSlot]:
-        """The slot of the matrix `name`; see `StoredFormat.matrix_slots`. `load_blocks` takes rows
-        as they are stored, or returns False if they must be read first."""
+        """The slot of the matrix `name`; see `StoredFormat.matrix_slots`. Rows are passed to
+        `load_blocks` as they are stored, and to `load` if it returns False."""
         rows, columns = (*matrix.part, slice(None), slice(None))[:2]
         is_whole = columns.indices(matrix.shape[1]) == (0, matrix.shape[1], 1)
 
         def store(stored: torch.Tensor) -> None:
             stored = ordered(stored, matrix.order)
             for start in range(0, len(stored), ROWS_AT_ONCE):
-                given = self.types[name], stored[start : start + ROWS_AT_ONCE]
+                blocks = self.types[name], stored[start : start + ROWS_AT_ONCE]
                 first = matrix.first + start
-                if not (is_whole and load_blocks and load_blocks(*given, first)):
-                    load(read_blocks(*given).part(slice(None), columns), first)
+                if not (is_whole and load_blocks and load_blocks(*blocks, first)):
+                    load(read_blocks(*blocks).part(slice(None), columns), first)
 
         slot = WeightSlot(shape=matrix.shape, part=(rows,), dtypes=BYTES, store=store)
         return {f"{name}.weight": slot}
 
 
 def as_floats(slot: WeightSlot, type: str) -> WeightSlot:
-    """Adapts the slot of a float tensor to a GGUF file that stores it in blocks of this type."""
+    """Adapts the slot of a float tensor to a GGUF file that stores it in this quantized type."""
     rows, *columns = slot.part or (slice(None),)
     is_matrix = len(slot.shape) == 2
 
@@ -434,14 +434,14 @@ FORMATS: dict[str, type[StoredFormat] | type[GGUF]] = {
     "mxfp4": MXFP4,
     "gguf": GGUF,
 }
-"""`StoredQuantization.format` -> its reader."""
+"""`StoredQuantization.format` -> the class."""
 
 
 SCALES = ("weight_scale_inv", "weight_scale")
 """Names of the scales of fp8 weights."""
 
 
-def finite(scales: torch.Tensor) -> torch.Tensor:
+def to_finite_float32(scales: torch.Tensor) -> torch.Tensor:
     """Converts scales to float32.
 
     Raises:
@@ -449,7 +449,7 @@ def finite(scales: torch.Tensor) -> torch.Tensor:
     """
     wide = scales.float()
     if not wide.isfinite().all():
-        raise WeightLoadError("a scale is no finite number")
+        raise WeightLoadError("a scale is NaN or infinite")
     return wide
 
 
@@ -459,11 +459,11 @@ def unpack_words(words: torch.Tensor, bits: int) -> torch.Tensor:
     return ((words.unsqueeze(2) >> shifts) & ((1 << bits) - 1)).flatten(1)
 
 
-def in_groups(weight: QuantizedWeight, groups: torch.Tensor | None) -> QuantizedWeight:
-    """Gathers the weight's columns group by group, if `groups` [K] scatters them.
+def order_by_group(weight: QuantizedWeight, groups: torch.Tensor | None) -> QuantizedWeight:
+    """Reorders the weight's columns by their groups [K], unless they are in this order already.
 
     Raises:
-        WeightLoadError: the groups are not of equal size.
+        WeightLoadError: the groups do not have equal sizes.
     """
     size, num_columns = weight.group_size, weight.values.shape[1]
     contiguous = torch.arange(num_columns) // size
@@ -471,5 +471,5 @@ def in_groups(weight: QuantizedWeight, groups: torch.Tensor | None) -> Quantized
         return weight
     order = torch.argsort(groups.long(), stable=True)
     if not torch.equal(groups.long()[order], contiguous):
-        raise WeightLoadError(f"g_idx does not make {num_columns // size} groups of {size} inputs")
+        raise WeightLoadError(f"g_idx does not have {num_columns // size} groups of {size} inputs")
     return replace(weight, values=weight.values[:, order].contiguous(), order=order)

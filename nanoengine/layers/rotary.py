@@ -1,11 +1,11 @@
 """RotaryEmbedding: the RoPE angles of each position, from one table built at start.
 
-Angles are float32 whatever the model's dtype, as the checkpoints were trained and as transformers
-computes them. cos and sin are looked up once per step and shared by all layers. Backends rotate the
-pairs (x[i], x[i + D / 2]) of whole heads.
+Angles are computed in float32 for every dtype of the model, as in training and in transformers. cos
+and sin are looked up once per step and shared by all layers. Backends rotate the pairs (x[i], x[i +
+D / 2]) of whole heads.
 
-`rope_scaling.py` handles contexts longer than in pre-training; `layouts.py` handles partial RoPE,
-pairs of neighbours, and layers without RoPE.
+`rope_scaling.py` handles contexts longer than in pre-training; `layouts.py` handles partial and
+interleaved RoPE, and layers without RoPE.
 
 Source: Su et al., RoFormer (arXiv 2104.09864), in the half-split form of GPT-NeoX.
 """
@@ -31,16 +31,16 @@ class RotaryEmbedding(Layer):
     def __init__(self, rope: RopeConfig, config: ModelConfig, context: ModelContext) -> None:
         super().__init__()
         longest = config.max_position_embeddings
-        wanted = longest if context.max_positions is None else context.max_positions
-        if not 1 <= wanted <= longest:
+        num_positions = longest if context.max_positions is None else context.max_positions
+        if not 1 <= num_positions <= longest:
             raise ConfigError(
-                f"max_model_len={wanted} must be in [1, {longest}], the model's context"
+                f"max_model_len={num_positions} must be in [1, {longest}], the model's context"
             )
-        table = torch.cat(self.make_table(rope, config, wanted), dim=-1)
+        table = torch.cat(self.make_table(rope, config, num_positions), dim=-1)
         self.register_buffer("table", table.to(context.device, context.dtype), persistent=False)
 
     def make_table(self, rope: RopeConfig, config: ModelConfig, num_positions: int) -> Rotation:
-        """cos and sin, [num_positions, head_dim / 2] each."""
+        """Returns cos and sin, [num_positions, head_dim / 2] each."""
         return cos_and_sin(rope, config.head_dim, num_positions)
 
     def forward(self, positions: torch.Tensor) -> Rotation:
@@ -63,6 +63,6 @@ def inverse_frequencies(rope: RopeConfig, size: int, num_positions: int) -> torc
     wavelengths = rope.theta ** (torch.arange(0, size, 2, dtype=torch.float32) / size)
     if rope.type == "default":
         return 1.0 / wavelengths
-    from nanoengine.layers.rope_scaling import scaled
+    from nanoengine.layers.rope_scaling import scale
 
-    return scaled(rope, wavelengths, num_positions)
+    return scale(rope, wavelengths, num_positions)

@@ -1,7 +1,7 @@
 """Routers of single families, with another selection rule or another input.
 
-Used by `models/moe.py` and `models/gemma4.py`. Their differences from `Router` are plain torch, on
-a GPU too. Nothing here may wait for the host, because CUDA graphs capture it.
+Used by `models/moe.py` and `models/gemma4.py`. What differs from `Router` is plain torch, on a GPU
+too. Nothing here may synchronize with the host, because CUDA graphs capture it.
 
 Legend: T tokens, E experts.
 """
@@ -13,14 +13,14 @@ import torch.nn.functional as F
 
 from nanoengine.checkpoint.config import ModelConfig
 from nanoengine.checkpoint.layer_config import MoEConfig
-from nanoengine.checkpoint.slots import MatrixPart, WeightSlot, whole_slots
+from nanoengine.checkpoint.slots import MatrixPart, WeightSlot, full_slots
 from nanoengine.layers.layer import ModelContext
 from nanoengine.layers.moe import Router
 
 
 class SparseMixer(Router):
-    """Selects the best expert, then the best of the others. The weight of each is its share of a
-    softmax over the experts with similar scores.
+    """Selects the best expert, then the best of the remaining ones. The weight of each is its
+    probability in a softmax over the experts with similar scores.
 
     Source: Phi-3.5-MoE's model code; Liu et al., GRIN (arXiv 2409.12136).
     """
@@ -39,7 +39,7 @@ class SparseMixer(Router):
 
 
 class ScaledRouter(Router):
-    """Norms its input, and multiplies weights by a learned factor per expert. Source: Gemma 4."""
+    """Norms its input, and multiplies weights by one learned factor per expert. Source: Gemma 4."""
 
     def __init__(
         self, path: str, hidden: int, moe: MoEConfig, config: ModelConfig, context: ModelContext
@@ -53,9 +53,9 @@ class ScaledRouter(Router):
         normed = F.rms_norm(hidden, (self.hidden,), None, self.eps)
         return super().logits(normed * self.scale * self.hidden**-0.5)
 
-    def weighed(self, weights: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+    def scale_weights(self, weights: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
         return weights * self.per_expert_scale[experts]
 
     def weight_slots(self, path: str) -> dict[str, WeightSlot]:
         scales = {"scale": self.scale, "per_expert_scale": self.per_expert_scale}
-        return self.slots_of(f"{path}.proj", MatrixPart(self.shape)) | whole_slots(path, **scales)
+        return self.slots_of(f"{path}.proj", MatrixPart(self.shape)) | full_slots(path, **scales)

@@ -1,12 +1,12 @@
-"""TritonExperts: a mixture of experts in eight launches, without waiting for the host.
+"""TritonExperts: a mixture of experts in eight launches, without synchronizing with the host.
 
-    router's product | routing | sort by expert | gate and up | gate | down | sum
+    router logits | routing | sort by expert | gate and up | activation | down | weighted sum
 
-The readable form is `Router` and `Experts`, which waits for the number of rows per expert and calls
-the experts one by one. `TritonKernels.fuse` installs this form after the weights are loaded. This
-file chooses grids and tiles; the arithmetic is in `kernels/triton_routing.py` and
-`kernels/triton_experts.py`. The additional operations of `layers/routers.py::ScaledRouter` are
-plain torch, in further launches.
+The reference implementation is `Router` and `Experts`, which copies the number of tokens per expert
+to the host and calls the experts one by one. `TritonKernels.fuse` installs this class after the
+weights are loaded. This file chooses grids and tiles; the arithmetic is in
+`kernels/triton_routing.py` and `kernels/triton_experts.py`. The additional operations of
+`layers/routers.py::ScaledRouter` are plain torch, in further launches.
 
 It has run in Triton's interpreter; it has not run on a GPU yet.
 """
@@ -35,12 +35,12 @@ from nanoengine.layers.triton_linear import (
 from nanoengine.layers.triton_quantized import tile_of
 
 ROUTED_TOKENS = 8
-"""Tokens per tile of the routing: two rows of scores per warp, so that a warp has whole rows."""
-MOST_BLOCKS = 256
-"""The most programs that route: two per multiprocessor. Each program sums the counts of all."""
+"""Tokens per tile of the routing kernel: each of its 4 warps has the scores of two tokens."""
+MAX_BLOCKS = 256
+"""Maximum number of routing programs, two per multiprocessor. Each sums the counts of all."""
 
-Places = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""order, starts and tiles of `align_kernel`."""
+TileMap = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""The arrays order, starts and tiles of `align_kernel`."""
 
 
 class StackForm(NamedTuple):
@@ -58,34 +58,34 @@ class TritonExperts:
     """Called with hidden states [T, hidden_size]; returns what the experts add to them.
 
     Attributes:
-        graph_safe: nothing here waits for the host.
-        activate: the activation between an expert's two products.
+        graph_safe: nothing here synchronizes with the host.
+        activate: the activation between an expert's two matrices.
     """
 
     graph_safe = True
 
     @staticmethod
-    def takes(experts: Experts) -> bool:
-        """Whether the kernels support the experts: all floats of a supported dtype, or all in one
-        4-bit or 8-bit form, with the inputs in their original order."""
+    def supports(experts: Experts) -> bool:
+        """Whether the kernels support the experts: all have floats of a supported dtype, or all the
+        same 4-bit or 8-bit form, with inputs in their original order."""
         gates, downs = zip(*((each.gate_up, each.down) for each in experts.experts), strict=True)
         forms = [{form_of(method) for method in methods} for methods in (gates, downs)]
         return all(len(found) == 1 and None not in found for found in forms)
 
     def __init__(self, router: Router, experts: Experts) -> None:
-        all_of_them: Sequence[Any] = list(experts.experts)
+        all_experts: Sequence[Any] = list(experts.experts)
         self.router, self.all_reduce = router, experts.all_reduce
-        gate, activation = all_of_them[0].ops.gate, all_of_them[0].activation
-        self.activate = all_of_them[0].plain or functools.partial(gate, activation=activation)
-        self.deterministic = isinstance(all_of_them[0].down, TritonLinear)
-        self.gate_up = stacked([each.gate_up for each in all_of_them])
-        self.down = stacked([each.down for each in all_of_them])
+        gate, activation = all_experts[0].kernels.gate, all_experts[0].activation
+        self.activate = all_experts[0].ungated or functools.partial(gate, activation=activation)
+        self.deterministic = isinstance(all_experts[0].down, TritonLinear)
+        self.gate_up = stack_weights([each.gate_up for each in all_experts])
+        self.down = stack_weights([each.down for each in all_experts])
         self.gate_up_bias = experts.gate_up_bias
         self.down_bias = experts.down_bias if experts.shard.rank == 0 else None
 
-    def __call__(self, x: torch.Tensor, seen: torch.Tensor | None = None) -> torch.Tensor:
-        """`seen`: the router's input, if it is not x."""
-        if not len(x):  # the last layer, in a step with only a chunk of a prompt
+    def __call__(self, x: torch.Tensor, router_input: torch.Tensor | None = None) -> torch.Tensor:
+        """`router_input`: the router's input, if it is not x."""
+        if not len(x):  # the last layer of a step in which no token needs logits
             return torch.empty_like(x)
         moe, arch = self.router.moe, arch_of(x.device)
         rows = 64
@@ -95,28 +95,29 @@ class TritonExperts:
         first, second = (
             expert_config(arch, stack.shape[1], x.dtype, rows, stack.form) for stack in stacks
         )
-        assert first.rows == second.rows, "both products have the same tiles of rows"
-        router, seen = self.router, x if seen is None else seen
+        assert first.rows == second.rows, "both GEMMs must have the same tiles of rows"
+        router, router_input = self.router, x if router_input is None else router_input
         correction = router.e_score_correction_bias
-        weights, ids, places = route(router.logits(seen), correction, moe, first.rows)
-        weights = router.weighed(weights, ids)
-        gate_up = self._multiply(x, self.gate_up, self.gate_up_bias, places, first)
+        weights, ids, tile_map = route(router.logits(router_input), correction, moe, first.rows)
+        weights = router.scale_weights(weights, ids)
+        gate_up = self._grouped_gemm(x, self.gate_up, self.gate_up_bias, tile_map, first)
         activated = self.activate(gate_up)
-        results = self._multiply(activated, self.down, self.down_bias, places, second)
-        weighed = results.view(*weights.shape, -1).mul_(weights.unsqueeze(-1))
-        return self.all_reduce(weighed.sum(1))
+        results = self._grouped_gemm(activated, self.down, self.down_bias, tile_map, second)
+        weighted = results.view(*weights.shape, -1).mul_(weights.unsqueeze(-1))
+        return self.all_reduce(weighted.sum(1))
 
-    def _multiply(
+    def _grouped_gemm(
         self,
         x: torch.Tensor,
         stack: Stack,
         bias: torch.Tensor | None,
-        places: Places,
+        tile_map: TileMap,
         config: GemmConfig,
     ) -> torch.Tensor:
-        """Multiplies rows of tokens, or for `down` sorted rows; see `expert_gemm_kernel`."""
+        """Multiplies one row per token, or for `down` one per token and expert, sorted by expert;
+        see `expert_gemm_kernel`."""
         (experts, outputs, in_features), weight, form = stack.shape, stack.weight, stack.form
-        pairs = len(places[0])
+        pairs = len(tile_map[0])
         out = torch.empty((pairs, outputs), dtype=x.dtype, device=x.device)
         assert x.stride(1) == 1, "rows must be contiguous"
         tiles = min(pairs, pairs // config.rows + experts)
@@ -125,47 +126,47 @@ class TritonExperts:
             Constants(
                 X_ROW=x.stride(0), IN=in_features, OUT=outputs,
                 EXPERTS=experts, WIDTH=next_power_of_2(experts),
-                TAKEN=pairs // len(x), SORTED=stack is self.down,
+                TOP_K=pairs // len(x), SORTED=stack is self.down,
                 M=config.rows, N=config.columns, K=config.inputs,
                 BIAS=bias is not None, GROUP=form.group, FORM=form.name,
                 ZEROS=stack.zeros is not None, num_warps=config.warps, num_stages=config.stages,
             ),
             out, x, weight, weight if stack.scales is None else stack.scales,
             weight if stack.zeros is None else stack.zeros, weight if bias is None else bias,
-            *places,
+            *tile_map,
         )  # fmt: skip
         return out
 
 
 def route(
     logits: torch.Tensor, correction: torch.Tensor | None, moe: MoEConfig, rows: int
-) -> tuple[torch.Tensor, torch.Tensor, Places]:
+) -> tuple[torch.Tensor, torch.Tensor, TileMap]:
     """Routes tokens by their logits [T, E].
 
     Returns:
-        Weights [T, k] and experts [T, k], and the places of their rows in tiles of `rows` rows.
+        Weights [T, k], expert ids [T, k], and the map of these T * k rows to tiles of `rows` rows.
     """
-    tokens, taken, experts = len(logits), moe.num_experts_per_tok, moe.num_experts
-    mixes, steps = moe.score == "sparsemixer", cdiv(tokens, ROUTED_TOKENS * MOST_BLOCKS)
+    tokens, top_k, experts = len(logits), moe.num_experts_per_tok, moe.num_experts
+    is_sparsemixer, steps = moe.score == "sparsemixer", cdiv(tokens, ROUTED_TOKENS * MAX_BLOCKS)
     blocks = cdiv(tokens, ROUTED_TOKENS * steps)
     new = functools.partial(torch.empty, dtype=torch.int32, device=logits.device)
-    weights, ids = logits.new_empty((tokens, taken)), new((tokens, taken))
-    counts, order = new((blocks, experts)), new(tokens * taken)
+    weights, ids = logits.new_empty((tokens, top_k)), new((tokens, top_k))
+    counts, order = new((blocks, experts)), new(tokens * top_k)
     starts, tiles = new(experts + 1), new(experts)
     sizes = {
-        "EXPERTS": experts, "WIDTH": next_power_of_2(experts), "TAKEN": taken,
+        "EXPERTS": experts, "WIDTH": next_power_of_2(experts), "TOP_K": top_k,
         "ROWS": ROUTED_TOKENS, "num_warps": 4,
     }  # fmt: skip
     launch(
         triton_routing.route_kernel, (blocks,),
         Constants(
-            CHOICES=next_power_of_2(taken),
+            CHOICES=next_power_of_2(top_k),
             SIGMOID=moe.score == "sigmoid", CORRECTED=correction is not None,
             GROUPS=moe.num_groups, GROUP_WIDTH=next_power_of_2(moe.num_groups),
-            KEPT=moe.groups_per_token, BEST=moe.best_of_group,
-            NORMALIZED=moe.norm_topk_prob and not mixes, EPSILON=moe.norm_epsilon,
-            LEAST=moe.norm_least, FACTOR=moe.scaling_factor,
-            NEAR=2 * moe.jitter if mixes else None, **sizes,
+            TOP_GROUPS=moe.groups_per_token, BEST=moe.best_of_group,
+            NORMALIZED=moe.norm_topk_prob and not is_sparsemixer, EPSILON=moe.norm_epsilon,
+            MIN_TOTAL=moe.norm_min, FACTOR=moe.scaling_factor,
+            NEAR=2 * moe.jitter if is_sparsemixer else None, **sizes,
         ),
         ids, weights, counts, logits, logits if correction is None else correction, tokens, steps,
     )  # fmt: skip
@@ -177,8 +178,8 @@ def route(
 
 
 def tile_rows(per_expert: float) -> int:
-    """Rows per tile for an average number of rows per expert. Why at least twice the average if it
-    is small: an expert that needs a second tile reads its weights twice."""
+    """Rows per tile, from the average number of rows per expert. Why at least twice a small
+    average: an expert that needs a second tile reads its weights twice."""
     return 16 if per_expert <= 8 else 64 if per_expert <= 64 else 128
 
 
@@ -186,10 +187,11 @@ def tile_rows(per_expert: float) -> int:
 def expert_config(
     arch: int, out_features: int, dtype: torch.dtype, rows: int, form: StackForm
 ) -> GemmConfig:
-    """Tiles with `rows` rows, in 16 bits, for weights in this form.
+    """Returns tile sizes for weights in this form, with `rows` rows unless the dtype is float32.
 
-    Few rows are a decode, which is bound by reading weights: longer pieces of them at a time. Many
-    rows are a prompt, which is bound by arithmetic: tiles that read each input for more outputs.
+    Few rows are a decode, which is bound by reading weights, so a tile reads more inputs at a time.
+    Many rows are a prefill, which is bound by arithmetic, so a tile uses each input for more
+    outputs.
     """
     config = gemm_config(arch, out_features, dtype)
     if form.name:
@@ -205,8 +207,8 @@ def expert_config(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stack:
-    """The weights of all experts: [E, outputs, inputs], or half as many inputs for 4 bits; scales
-    and zeros [E, groups, outputs] float32."""
+    """One matrix of all experts: [E, outputs, inputs], two inputs per byte if they have 4 bits;
+    with scales and zeros [E, groups, outputs] float32."""
 
     weight: torch.Tensor
     form: StackForm = FLOATS
@@ -222,7 +224,7 @@ class Stack:
 
 
 def form_of(method: LinearMethod) -> StackForm | None:
-    """The form in which the kernels read its weight; None: they can't."""
+    """The form of a method's weight; None: the kernels do not support it."""
     if getattr(method, "order", None) is not None or method.weight is None:
         return None
     if getattr(method, "tile", 0):
@@ -230,27 +232,27 @@ def form_of(method: LinearMethod) -> StackForm | None:
     return FLOATS if method.weight.dtype in DTYPES else None
 
 
-def stacked(methods: Sequence[LinearMethod]) -> Stack:
-    """Stacks the weights of all experts; each expert keeps a view of its part. Only the tensor
-    being moved exists twice."""
+def stack_weights(methods: Sequence[LinearMethod]) -> Stack:
+    """Stacks one matrix of all experts; each expert keeps a view of its part."""
     form = form_of(methods[0])
     for method in methods:
-        method.product = f"{form.name or 'floats'}, a grouped product of experts by Triton"
+        method.product = f"{form.name or 'floats'}, grouped GEMM of experts in Triton"
     if form == FLOATS:
-        return Stack(weight=joined([method.weight for method in methods]))
+        return Stack(weight=stack_tensors([method.weight for method in methods]))
     if any(method.zeros is not None for method in methods):
         for method in methods:
             method.zeros = torch.zeros_like(method.scales) if method.zeros is None else method.zeros
     parts = {
-        name: joined([getattr(method, name) for method in methods])
+        name: stack_tensors([getattr(method, name) for method in methods])
         for name in ("weight", "scales", "zeros")
         if getattr(methods[0], name) is not None
     }
     return Stack(form=form, **parts)
 
 
-def joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Stacks the tensors to one [E, ...]; they become views of it."""
+def stack_tensors(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Stacks tensors to one [E, ...]; they become views of it, and their memory is freed one by
+    one."""
     whole = tensors[0].new_empty((len(tensors), *tensors[0].shape))
     for tensor, part in zip(tensors, whole, strict=True):
         tensor.data = part.copy_(tensor)

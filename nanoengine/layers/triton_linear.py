@@ -1,8 +1,8 @@
-"""TritonLinear: matrix multiplication by our own kernel, for `deterministic=True`.
+"""TritonLinear: a GEMM kernel of our own, for `deterministic=True`.
 
-cuBLAS picks its algorithm, and with it the order of a sum, by the number of rows, so the same token
-may get other bits in another batch. TritonLinear has one configuration for every number of tokens,
-so a row's bits depend only on the row.
+cuBLAS chooses its algorithm, and with it the order of a sum, by the number of rows, so the result
+of a token may have other bits in another batch. TritonLinear has one tile size for all numbers of
+rows, so a row's result depends only on the row.
 
 It has run in Triton's interpreter and been compiled ahead of time; it has not run on a GPU yet.
 """
@@ -20,14 +20,14 @@ from nanoengine.kernels.launch import Constants, cdiv, launch
 from nanoengine.layers.kernels import UnquantizedLinear
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-"""The dtypes that the kernels support; float64 uses plain torch."""
+"""The dtypes that the Triton kernels support."""
 
 arch_of = functools.cache(base.arch_of)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GemmConfig:
-    """`rows`, `columns` and `inputs` per tile, warps, and tiles in flight."""
+    """Rows, columns (outputs) and inputs per tile, warps, and pipeline stages."""
 
     rows: int
     columns: int
@@ -38,12 +38,11 @@ class GemmConfig:
 
 @functools.cache
 def gemm_config(arch: int, out_features: int, dtype: torch.dtype) -> GemmConfig:
-    """Tile sizes for a GPU of compute capability `arch` and one layer's shape.
+    """Returns tile sizes for a GPU of compute capability `arch` and a layer's shape.
 
-    Why never by the number of rows: results must not depend on it. 64 rows are a compromise between
-    a decode, which is bound by reading the weights, and a prompt, which is bound by arithmetic.
-    Tiles are narrow for few outputs: a decode needs as many programs as the GPU has
-    multiprocessors.
+    Why they never depend on the number of rows: results must not. 64 rows are a compromise between
+    a decode, which is bound by reading weights, and a prefill, which is bound by arithmetic. Tiles
+    are narrow for few outputs, because a decode needs at least one program per multiprocessor.
     """
     if dtype == torch.float32:
         return GemmConfig(rows=32, columns=32, inputs=32, warps=4, stages=2)
@@ -53,12 +52,12 @@ def gemm_config(arch: int, out_features: int, dtype: torch.dtype) -> GemmConfig:
 
 
 class TritonLinear(UnquantizedLinear):
-    """A weight of the model's dtype; row-wise products.
+    """A weight of the model's dtype, with a GEMM whose rows are independent of each other.
 
     The attention backend has rejected dtypes that the kernel doesn't support.
     """
 
-    product = "floats, by Triton with one tile"
+    product = "floats, in Triton with one tile size"
 
     def apply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         (out_features, in_features), config = self.weight.shape, self.config(x, len(self.weight))
@@ -78,24 +77,24 @@ class TritonLinear(UnquantizedLinear):
 
     @staticmethod
     def bmm(x: torch.Tensor, weight: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
-        """out [H, T, O] = x [H, T, I] @ weight [H, I, O], where each output's inputs are
-        contiguous."""
+        """out [H, T, O] = x [H, T, I] @ weight [H, I, O]; in the weight's memory, the inputs of an
+        output are contiguous."""
         heads, rows, inputs = x.shape
         outputs = weight.shape[2]
         assert weight.stride()[1:] == (1, inputs) and x.stride(2) == out.stride(2) == 1
         config = TritonLinear.config(x, outputs)
-        of_heads = out.stride(0), x.stride(0), weight.stride(0)
+        head_strides = out.stride(0), x.stride(0), weight.stride(0)
         launch(
             triton_gemm.gemm_kernel,
             (cdiv(rows, config.rows), cdiv(outputs, config.columns), heads),
-            gemm_constants(x.stride(1), out.stride(1), inputs, outputs, False, config, of_heads),
-            out, x, weight, weight, rows,
+            gemm_constants(x.stride(1), out.stride(1), inputs, outputs, False, config,
+            head_strides), out, x, weight, weight, rows,
         )  # fmt: skip
         return out
 
     @staticmethod
     def config(x: torch.Tensor, out_features: int) -> GemmConfig:
-        """Tile sizes for a product of x."""
+        """Tile sizes for x times a weight with `out_features` outputs."""
         return gemm_config(arch_of(x.device), out_features, x.dtype)
 
 

@@ -1,8 +1,8 @@
-"""Recurrent layers in Triton: one launch replaces a dozen small operations per token.
+"""Linear attention in Triton: one launch replaces a dozen small operations per token.
 
-`TritonKernels.fuse` installs them after a model is loaded. The readable forms are
-`GatedDeltaNet.gates`, `MatrixStateLayer.steps` and `scans`, `GateNorm`, `CausalConv.step` and
-`scan`. This file chooses grids and widths; the arithmetic is in
+`TritonKernels.fuse` installs these after a model is loaded. The reference implementations are
+`GatedDeltaNet.gates`, `MatrixStateLayer.decode` and `prefill`, `GatedRMSNorm`, `CausalConv.step`
+and `scan`. This file chooses grids and widths; the arithmetic is in
 `kernels/triton_linear_attention.py`.
 
 It has run in Triton's interpreter; it has not run on a GPU yet.
@@ -21,19 +21,20 @@ from nanoengine.layers.causal_conv import CausalConv
 from nanoengine.layers.delta_rule import CHUNK
 
 CONV_WIDTH = 512
-"""Channels of a token per program: 4 per thread, 16 bytes of a float32 state."""
+"""Channels of one token per program of the convolution: 4 per thread, 16 bytes of a float32
+state."""
 TILE_WIDTH = 32
-"""Channels of a piece per program: 16 elements per thread."""
+"""Channels of one piece per program of the convolution: 16 elements per thread."""
 STEP_WIDTH = 32
-"""Columns of a matrix per program of a step, with all of its rows: 16 KiB for 128 rows."""
+"""Columns of a state per program of a decode, with all rows of the state: 16 KiB for 128 rows."""
 SCAN_WIDTH, SCAN_KEYS = 32, 16
-"""Columns that a program carries through all pieces, and keys in registers at a time: twice as many
-would need all 255 registers of a thread."""
+"""Columns of a state that a program carries through all pieces, and keys in registers at a time.
+Twice as many would need all 255 registers of a thread."""
 
 
-def width_of(size: int, most: int) -> int:
-    """Elements per program out of `size`; products need at least 16."""
-    return min(most, max(16, next_power_of_2(size)))
+def width_of(size: int, max_width: int) -> int:
+    """Elements per program out of `size`; `tl.dot` needs at least 16."""
+    return min(max_width, max(16, next_power_of_2(size)))
 
 
 def delta_gates(
@@ -52,10 +53,10 @@ def delta_gates(
     return beta, decay
 
 
-def gate_norm(
+def gated_rms_norm(
     weight: torch.Tensor, x: torch.Tensor, gate: torch.Tensor, eps: float
 ) -> torch.Tensor:
-    """See `GateNorm`."""
+    """See `GatedRMSNorm`."""
     count, heads, size = x.shape
     assert x.is_contiguous() and gate.stride()[1:] == (size, 1), "rows must be contiguous"
     out = torch.empty(x.shape, dtype=gate.dtype, device=gate.device)
@@ -71,7 +72,7 @@ def gate_norm(
 
 
 class TritonConv:
-    """A convolution over single tokens, and over the sequences of a wave."""
+    """A causal convolution over single tokens, and over the sequences of a wave."""
 
     def __init__(self, conv: CausalConv) -> None:
         self.conv = conv
@@ -89,7 +90,7 @@ class TritonConv:
         return out
 
     def scan(self, x: torch.Tensor, wave: ScanStep, out: torch.Tensor) -> None:
-        """Computes the tokens of a wave's spans, all at once: see `CausalConv.scan`."""
+        """Computes all of a wave's spans in one launch; see `CausalConv.scan`."""
         pieces, firsts = wave.pieces
         channels, sizes = x.shape[1], self._sizes(x)
         width = width_of(channels, TILE_WIDTH)
@@ -128,8 +129,8 @@ class TritonDelta:
         self, qkv: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor, reads: torch.Tensor,
         writes: torch.Tensor,
     ) -> torch.Tensor:  # fmt: skip
-        """See `MatrixStateLayer.steps`."""
-        states = self.layer.rows
+        """See `MatrixStateLayer.decode`."""
+        states = self.layer.flat_states
         plan, mixed = self.plan, self.conv.step(qkv, reads, writes)
         shape = (len(qkv), plan.num_value_heads, plan.value_dim)
         out = torch.empty(shape, dtype=states.dtype, device=states.device)
@@ -149,20 +150,20 @@ class TritonDelta:
         self, qkv: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor, wave: ScanStep,
         out: torch.Tensor,
     ) -> None:  # fmt: skip
-        """See `MatrixStateLayer.scans`."""
-        plan, states = self.plan, self.layer.rows
+        """See `MatrixStateLayer.prefill`."""
+        plan, states = self.plan, self.layer.flat_states
         mixed = torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
         self.conv.scan(qkv, wave, mixed)
         pieces, firsts = wave.pieces
         heads, key, value = plan.num_value_heads, plan.key_dim, plan.value_dim
 
-        def room(*shape: int) -> torch.Tensor:
+        def empty(*shape: int) -> torch.Tensor:
             return torch.empty(shape, dtype=states.dtype, device=states.device)
 
         read, recalls, write, values, attended = (
-            room(len(qkv), heads, size) for size in (key, key, key, value, CHUNK)
+            empty(len(qkv), heads, size) for size in (key, key, key, value, CHUNK)
         )
-        parts = read, recalls, write, values, attended, room(len(pieces), heads)
+        parts = read, recalls, write, values, attended, empty(len(pieces), heads)
         launch(
             kernels.delta_chunks_kernel, (len(pieces), heads),
             Constants(

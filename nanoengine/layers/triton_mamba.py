@@ -1,7 +1,7 @@
 """TritonMamba: the rule, the gates and the norm of a MambaMixer, in Triton.
 
-`TritonKernels.fuse` installs it after a model is loaded. Each method names its readable form in
-`MambaMixer`. This file chooses grids and widths; the arithmetic is in `kernels/triton_mamba.py`.
+`TritonKernels.fuse` installs it after a model is loaded. Each method names its reference
+implementation. This file chooses grids and widths; the arithmetic is in `kernels/triton_mamba.py`.
 
 It has run in Triton's interpreter; it has not run on a GPU yet.
 """
@@ -19,10 +19,10 @@ from nanoengine.layers.delta_rule import CHUNK
 from nanoengine.layers.triton_linear_attention import TritonConv, width_of
 
 STEP_WIDTH = 32
-"""Columns of a matrix per program of a step, with all of its rows: 16 KiB for 128 rows."""
+"""Columns of a state per program of a decode, with all rows of the state: 16 KiB for 128 rows."""
 SCAN_WIDTH, SCAN_KEYS = 32, 16
-"""Columns that a program carries through all pieces, and rows of b and c at a time. float32
-products need three times the registers, so float32 has half the columns."""
+"""Columns of a state that a program carries through all pieces, and rows of the state in registers
+at a time. float32 products need three times the registers, so float32 has half the columns."""
 
 
 class TritonMamba:
@@ -36,15 +36,15 @@ class TritonMamba:
         """See `MambaHeads.forward`."""
         count, heads = dt.shape
         assert dt.stride(1) == 1, "rows must be contiguous"
-        least, most = self.plan.step_limits
+        min_dt, max_dt = self.plan.time_step_limits
         out, decay = (
             torch.empty(dt.shape, dtype=self.heads.d.dtype, device=dt.device) for _ in range(2)
         )
         launch(
             kernels.mamba_gates_kernel, (count,),
             Constants(
-                RAW_ROW=dt.stride(0), HEADS=heads, WIDTH=next_power_of_2(heads), LEAST=least,
-                MOST=most, num_warps=1,
+                RAW_ROW=dt.stride(0), HEADS=heads, WIDTH=next_power_of_2(heads), DT_MIN=min_dt,
+                DT_MAX=max_dt, num_warps=1,
             ),
             out, decay, dt, self.heads.a_log, self.heads.dt_bias,
         )  # fmt: skip
@@ -54,8 +54,8 @@ class TritonMamba:
         self, xbc: torch.Tensor, dt: torch.Tensor, decay: torch.Tensor, reads: torch.Tensor,
         writes: torch.Tensor,
     ) -> torch.Tensor:  # fmt: skip
-        """See `MatrixStateLayer.steps`."""
-        mixed, states = self.conv.step(xbc, reads, writes), self.layer.rows
+        """See `MatrixStateLayer.decode`."""
+        mixed, states = self.conv.step(xbc, reads, writes), self.layer.flat_states
         sizes, value = self._sizes(states), self.plan.value_dim
         out = torch.empty((*dt.shape, value), dtype=states.dtype, device=states.device)
         width = width_of(value, STEP_WIDTH)
@@ -70,8 +70,8 @@ class TritonMamba:
         self, xbc: torch.Tensor, dt: torch.Tensor, decay: torch.Tensor, wave: ScanStep,
         out: torch.Tensor,
     ) -> None:  # fmt: skip
-        """See `MatrixStateLayer.scans`; all spans at once."""
-        mixed, states = torch.empty(xbc.shape, dtype=xbc.dtype, device=xbc.device), self.layer.rows
+        """See `MatrixStateLayer.prefill`; all spans are computed in one launch."""
+        mixed, states = xbc.new_empty(xbc.shape), self.layer.flat_states
         self.conv.scan(xbc, wave, mixed)
         pieces, firsts = wave.pieces
         exact = xbc.dtype == torch.float32
@@ -86,8 +86,8 @@ class TritonMamba:
             out, states, mixed, dt, decay, self.heads.d, pieces, firsts,
         )  # fmt: skip
 
-    def gated(self, x: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
-        """See `MambaMixer.gated`."""
+    def gate_and_norm(self, x: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+        """See `MambaMixer.gate_and_norm`."""
         groups, weight, eps = self.plan.num_key_heads, x, 0.0
         if self.norm is not None:
             weight, eps = self.norm.weight, self.norm.eps

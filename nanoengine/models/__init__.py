@@ -1,2 +1,2 @@
-"""Models: Llama and Qwen3 in one file, other families in the files next to it, one kernel set per
-device."""
+"""Models: `decoder.py` has Llama and Qwen3, `generic.py` and its neighbours all other families;
+`cpu.py` and `triton.py` are the kernel sets of the two kinds of devices."""

@@ -1,8 +1,9 @@
 """CPUKernels: the kernel set of a CPU, built on kernels compiled by numba.
 
-Norms and gates take one pass each. Weights are stored in panels on huge pages. After loading,
-adjacent decoder layers are fused into one compiled call. `layers.kernels.Kernels` is the readable
-form; tests/kernels/test_cpu_kernels.py and tests/layers/test_fused_layers.py compare the two.
+Norms and gates take one pass over memory each. Weights are packed in panels on huge pages. After
+loading, adjacent decoder layers are fused into one compiled call. `layers.kernels.Kernels` is the
+reference implementation; tests/kernels/test_cpu_kernels.py and tests/layers/test_fused_layers.py
+compare the two.
 
 `layers/cpu_quantized.py`, `layers/cpu_experts.py` and `layers/cpu_linear_attention.py` are
 imported only for models that have such layers.
@@ -23,7 +24,7 @@ from nanoengine.kernels.threads import num_workers, start_workers
 from nanoengine.layers.collectives import Shard
 from nanoengine.layers.cpu_decoder import FusedLayers, LayerParts
 from nanoengine.layers.kernels import ROUTERS, Kernels, LinearMethod, UnquantizedLinear
-from nanoengine.layers.packed import PackedLinear, ScreenedHead
+from nanoengine.layers.packed import PackedLinear, PrunedArgmaxHead
 from nanoengine.layers.placement import place_buffers, place_parameters
 from nanoengine.models.decoder import CausalLM
 
@@ -31,8 +32,9 @@ from nanoengine.models.decoder import CausalLM
 class CPUKernels(Kernels):
     """Fused kernels with the arithmetic of `Kernels`; `add_rms_norm` works in place.
 
-    float32 weights are packed; 16-bit weights stay as stored. With bfloat16 only the matrix
-    products are rounded, and everything between them is float32. float64 has only norms and gates.
+    Weights are packed in the dtype in which they are stored, 32 or 16 bits. With bfloat16, only the
+    inputs of matrix products are rounded, and everything else is float32. For float64, only norms
+    and gates have kernels.
     """
 
     def __init__(
@@ -43,14 +45,14 @@ class CPUKernels(Kernels):
         dtype: torch.dtype = torch.float32,
     ) -> None:
         """`dtype` is the model's dtype: float32, float64 or bfloat16."""
-        super().__init__(attention, self.exact_linear)
+        super().__init__(attention, self.unquantized_linear)
         self.dtype = dtype
         self.is_quantized = quantization is not None
         if quantization is not None:
             from nanoengine.layers import cpu_quantized, quantized
 
-            kind = cpu_quantized.kind_for(quantization) if dtype != torch.float64 else None
-            self.linear = quantized.quantized_linears(quantization, self.exact_linear, kind)
+            make = cpu_quantized.linear_factory(quantization) if dtype != torch.float64 else None
+            self.linear = quantized.quantized_linears(quantization, self.unquantized_linear, make)
         start_workers()
         self._views = NumpyViews()
 
@@ -62,36 +64,36 @@ class CPUKernels(Kernels):
         Raises:
             ConfigError: dtype is bfloat16 and a layer has an odd number of inputs.
         """
-        between = torch.float32 if dtype == torch.bfloat16 else dtype
+        activation_dtype = torch.float32 if dtype == torch.bfloat16 else dtype
         # Why even: 16-bit weights are read as pairs of inputs.
         sizes = {
             key: size if key == "hidden_size" else shard.split(size)
             for key, size in config.linear_inputs.items()
         }
-        odd = any(size % 2 for size in sizes.values())
-        if odd and dtype == torch.bfloat16:
-            given = " and ".join(f"{key}={size}" for key, size in sizes.items())
+        has_odd = any(size % 2 for size in sizes.values())
+        if has_odd and dtype == torch.bfloat16:
+            inputs = " and ".join(f"{key}={size}" for key, size in sizes.items())
             raise ConfigError(
-                f"dtype='bfloat16' on a CPU needs layers of an even number of inputs, got"
-                f" {given}, which must be even on each rank: set dtype='float32'"
+                f"dtype='bfloat16' on a CPU requires an even number of inputs per linear layer and"
+                f" rank, got {inputs}: set dtype='float32'"
             )
         stored = getattr(torch, config.dtype)
-        in_16_bits = dtype == torch.float32 and stored.itemsize == 2 and not odd
-        return between, stored if in_16_bits else dtype
+        in_16_bits = dtype == torch.float32 and stored.itemsize == 2 and not has_odd
+        return activation_dtype, stored if in_16_bits else dtype
 
-    def exact_linear(self, name: str) -> LinearMethod:
-        """Weights in panels; the head also has a screen."""
+    def unquantized_linear(self, name: str) -> LinearMethod:
+        """Weights in panels; the head also has the pruned argmax."""
         if self.dtype == torch.float64:
             return UnquantizedLinear(name)
-        kind = ScreenedHead if name == "lm_head" else PackedLinear
+        kind = PrunedArgmaxHead if name == "lm_head" else PackedLinear
         rounds_inputs = self.dtype == torch.bfloat16 and not name.endswith(ROUTERS)
         return kind(name, rounds_inputs=rounds_inputs)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        source, factors = x.contiguous().numpy(), self._views(weight)
-        out = np.empty(source.shape, source.dtype)
-        eps = source.dtype.type(eps)
-        kernels.rms_norm(source, source, kernels.ALONE, factors, eps, out, num_workers())
+        values, factors = x.contiguous().numpy(), self._views(weight)
+        out = np.empty(values.shape, values.dtype)
+        eps = values.dtype.type(eps)
+        kernels.rms_norm(values, values, kernels.NO_RESIDUAL, factors, eps, out, num_workers())
         return torch.from_numpy(out)
 
     def add_rms_norm(
@@ -100,15 +102,15 @@ class CPUKernels(Kernels):
         values, factors = x.numpy(), self._views(weight)
         eps = values.dtype.type(eps)
         kernels.rms_norm(
-            values, residual.numpy(), kernels.ADDS, factors, eps, values, num_workers()
+            values, residual.numpy(), kernels.ADD_RESIDUAL, factors, eps, values, num_workers()
         )
         return x, residual
 
     def gate(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
-        source = gate_up.numpy()
-        rows, both = source.shape
-        out = np.empty((rows, both // 2), source.dtype)
-        kernels.gate(source, kernels.GATES[activation], out, num_workers())
+        values = gate_up.numpy()
+        rows, width = values.shape
+        out = np.empty((rows, width // 2), values.dtype)
+        kernels.gate(values, kernels.GATES[activation], out, num_workers())
         return torch.from_numpy(out)
 
     def place(self, model: CausalLM) -> None:
@@ -119,47 +121,47 @@ class CPUKernels(Kernels):
         place_parameters(model)
 
     def fuse(self, model: CausalLM) -> None:
-        """Fuses adjacent layers that a kernel supports into one call in `Decoder.stack`. Each
-        recurrent layer's rule and each mixture of experts becomes one call too."""
+        """Fuses adjacent layers that a kernel supports into one call of `Decoder.executed_layers`,
+        and each recurrent layer's rule and each mixture of experts into one call."""
         place_buffers(model)
         if model.config.moe is not None:
             from nanoengine.layers.cpu_experts import CPUExperts
-            from nanoengine.models.moe import mixtures
+            from nanoengine.models.moe import moe_layers
 
-            for mlp in mixtures(model):
-                if CPUExperts.takes(mlp.gate, mlp.experts):
+            for mlp in moe_layers(model):
+                if CPUExperts.supports(mlp.gate, mlp.experts):
                     mlp.routed = CPUExperts(mlp)
         states = model.config.states
         if states is not None:
-            from nanoengine.layers.cpu_linear_attention import CPUDelta, StateParts
+            from nanoengine.layers.cpu_linear_attention import CPUDelta, RecurrentParts
 
-            mix = CPUDelta if states.kind == "delta" else None
+            fused = CPUDelta if states.kind == "delta" else None
             if states.kind == "mamba":
-                from nanoengine.layers.cpu_mamba import CPUMamba as mix
+                from nanoengine.layers.cpu_mamba import CPUMamba as fused
 
-            for mixer in model.state_layers if mix and self.dtype != torch.float64 else ():
-                mixer.mixer_fn = mix(mixer)
-        of_layer, fused, plan = LayerParts, FusedLayers, model.config.plan
-        if plan.latent is not None:
-            from nanoengine.layers.cpu_mla import LatentParts
+            for mixer in model.recurrent_layers if fused and self.dtype != torch.float64 else ():
+                mixer.mixer_fn = fused(mixer)
+        parts_class, fused_class, plan = LayerParts, FusedLayers, model.config.plan
+        if plan.mla is not None:
+            from nanoengine.layers.cpu_mla import MLAParts
 
-            of_layer = LatentParts
+            parts_class = MLAParts
         elif plan.gemma4 is not None:
             from nanoengine.layers.cpu_gemma4 import Gemma4FusedLayers, Gemma4Parts
 
-            of_layer, fused = Gemma4Parts, Gemma4FusedLayers
+            parts_class, fused_class = Gemma4Parts, Gemma4FusedLayers
         decoder = model.model
-        decoder.stack = []
+        decoder.executed_layers = []
         for layer in decoder.layers:
             parts: LayerParts | None = None
-            if getattr(layer, "mixer", None) in model.state_layers and layer.mlp is not None:
-                parts = StateParts(layer, self.attention)
+            if getattr(layer, "mixer", None) in model.recurrent_layers and layer.mlp is not None:
+                parts = RecurrentParts(layer, self.attention)
             elif not getattr(layer, "needs_torch", False):
-                parts = of_layer(layer)
-            before = decoder.stack[-1] if decoder.stack else None
-            if parts is None or not FusedLayers.takes(parts):
-                decoder.stack.append(layer)
-            elif isinstance(before, FusedLayers) and before.can_join(parts):
-                before.append(parts)
+                parts = parts_class(layer)
+            previous = decoder.executed_layers[-1] if decoder.executed_layers else None
+            if parts is None or not FusedLayers.supports(parts):
+                decoder.executed_layers.append(layer)
+            elif isinstance(previous, FusedLayers) and previous.can_join(parts):
+                previous.append(parts)
             else:
-                decoder.stack.append(fused(parts))
+                decoder.executed_layers.append(fused_class(parts))

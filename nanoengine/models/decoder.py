@@ -8,16 +8,16 @@
                      residual └────────────────────────────────────── + ┐
       norm ─ lm_head ─ logits ──────────────────────────────────────────┘
 
-T tokens go in and L rows come out. In the last layer only the rows that give logits continue after
-attention, because no later operation reads another row.
+The input has T tokens. The output is the hidden states of the L tokens for which logits are needed:
+only these continue after attention in the last layer, because nothing later reads the others.
 
-Modules are named as in the checkpoint, so each weight is found under its own name. The runner calls
-the model; the model knows neither blocks nor sampling.
+Modules have the names of the checkpoint's tensors, so each weight is found under its own name. The
+runner calls the model. The model does not depend on blocks or sampling.
 
-Other families replace these parts by those in `generic.py`, `moe.py` and `linear_attention.py`;
-`loader.py` selects them by the config.
+Other families replace parts of this file by classes in `generic.py`, `moe.py` and
+`linear_attention.py`; `loader.py` selects them by the config.
 
-Legend: T tokens, L rows of logits, H / K query / KV heads of this rank, D head dim.
+Legend: T tokens, L tokens with logits, H / K query / KV heads of this rank, D head dim.
 """
 
 from __future__ import annotations
@@ -38,21 +38,23 @@ from nanoengine.layers.linear import MergedLinear, QKVLinear, RowParallelLinear
 from nanoengine.layers.norm import HeadNorm, RMSNorm
 from nanoengine.layers.rotary import RotaryEmbedding
 
-Layers = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
-"""One layer or several, with the signature of `DecoderLayer.forward`."""
+LayerCall = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
+"""Computes one layer or several fused layers, with the signature of `DecoderLayer.forward`."""
 
 
 class CausalLM(Layer):
     """A language model on one rank. Parameters are uninitialised until `load_model` fills them.
 
     Attributes:
-        graph_safe: a forward decides nothing on the host, so a CUDA graph can capture it.
-        state_layers: the recurrent layers, which keep a state instead of keys and values.
-        key_factors: the factors of each layer, if an int8 cache has them (`key_factors.py`).
+        graph_safe: the forward pass makes no decision on the host, so a CUDA graph can capture it.
+        recurrent_layers: linear-attention and SSM layers, which keep a state of fixed size instead
+            of keys and values.
+        key_factors: per layer, factors that make keys easier to quantize to int8; empty without an
+            int8 KV cache (`key_factors.py`).
     """
 
     graph_safe = True
-    state_layers: Sequence[Layer] = ()
+    recurrent_layers: Sequence[Layer] = ()
     key_factors: Sequence[HeadNormWeights] = ()
 
     def __init__(self, config: ModelConfig, context: ModelContext) -> None:
@@ -64,7 +66,7 @@ class CausalLM(Layer):
         )
 
     def forward(self, batch: Batch) -> torch.Tensor:
-        """Returns the hidden states of the step's rows that give logits, [L, hidden_size]."""
+        """Returns the hidden states of the tokens with logits, [L, hidden_size]."""
         return self.model(batch)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -80,7 +82,8 @@ class CausalLM(Layer):
             masks: see `LinearMethod.argmax`.
 
         Returns:
-            Token ids [L] and their logits [L]; None if this head can't, so call `logits`.
+            Token ids [L] and their logits [L]; None if this head does not support it: call `logits`
+            instead.
         """
         return self.lm_head.argmax(hidden, masks)
 
@@ -91,10 +94,10 @@ class CausalLM(Layer):
 
 
 class Decoder(Layer):
-    """The layers between the token ids and the last norm.
+    """Embedding, layers and last norm.
 
     Attributes:
-        stack: what is executed: `layers`, or the calls that `Kernels.fuse` made of them.
+        executed_layers: `layers`, or the fused layers by which `Kernels.fuse` has replaced them.
     """
 
     def __init__(self, config: ModelConfig, context: ModelContext) -> None:
@@ -104,23 +107,25 @@ class Decoder(Layer):
         self.layers = nn.ModuleList(
             DecoderLayer(index, config, context) for index in range(config.num_hidden_layers)
         )
-        self.stack: list[Layers] = list(self.layers)
+        self.executed_layers: list[LayerCall] = list(self.layers)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, context=context)
 
     def forward(self, batch: Batch) -> torch.Tensor:
-        return self.through(self.embed_tokens(batch.token_ids), self.rotary(batch.positions), batch)
+        x, rotation = self.embed_tokens(batch.token_ids), self.rotary(batch.positions)
+        return self.forward_layers(x, rotation, batch)
 
-    def through(self, x: torch.Tensor, rotation: Rotation, batch: Batch) -> torch.Tensor:
-        """The tokens' embeddings [T, hidden_size] -> hidden states of the rows that give logits."""
+    def forward_layers(self, x: torch.Tensor, rotation: Rotation, batch: Batch) -> torch.Tensor:
+        """Embeddings [T, hidden_size] -> hidden states of the tokens with logits, after the
+        norm."""
         residual = None
-        for layers in self.stack:
-            rows = batch.logits_indices if layers is self.stack[-1] else None
+        for layers in self.executed_layers:
+            rows = batch.logits_indices if layers is self.executed_layers[-1] else None
             x, residual = layers(x, residual, rotation, batch, rows)
         return self.norm(x, residual)[0]
 
 
 class DecoderLayer(Layer):
-    """One layer. The residual is passed along with x; each norm adds the two, then normalizes."""
+    """One layer. The residual is passed on next to x; each norm adds x to it, then normalizes."""
 
     def __init__(self, index: int, config: ModelConfig, context: ModelContext) -> None:
         super().__init__()
@@ -141,8 +146,8 @@ class DecoderLayer(Layer):
         """Computes one layer.
 
         Args:
-            x, residual: the output of the layer before, and the residual to add it to.
-            rows: the rows that continue after attention; None: all.
+            x, residual: the output of the preceding layer, and the residual to add it to.
+            rows: indices of the tokens that continue after attention, [L]; None: all.
 
         Returns:
             The same pair for the next layer.
@@ -154,13 +159,12 @@ class DecoderLayer(Layer):
 
 
 def select_rows(x: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
-    """Selects the rows [L] of x [T, ...]; None: all of them, without a copy."""
+    """Selects rows [L] of x [T, ...]; None: returns x itself."""
     return x if rows is None else x.index_select(0, rows)
 
 
 class SelfAttention(Layer):
-    """Projects to heads, applies the norm of heads if there is one, applies RoPE, attends, and
-    projects back."""
+    """QKV projection, QK norm if the model has one, RoPE, attention, and output projection."""
 
     def __init__(self, path: str, index: int, config: ModelConfig, context: ModelContext) -> None:
         super().__init__()
@@ -178,55 +182,55 @@ class SelfAttention(Layer):
         self.attention = Attention(spec, context.kernels.attention)
 
     def make_qkv(self, path: str, config: ModelConfig, context: ModelContext) -> QKVLinear:
-        """Makes the projections to heads."""
+        """Makes the QKV projection."""
         return QKVLinear(path, config, context)
 
     def make_spec(self, index: int, config: ModelConfig, context: ModelContext) -> AttentionSpec:
-        """Returns what the layer's attention computes."""
+        """Returns the heads, scale and window of the layer's attention on this rank."""
         kv_heads = config.num_key_value_heads
         return AttentionSpec(
             num_heads=context.shard.split(config.num_attention_heads),
-            num_kv_heads=context.shard.of_heads(kv_heads).split(kv_heads),
+            num_kv_heads=context.shard.for_kv_heads(kv_heads).split(kv_heads),
             head_dim=config.head_dim,
             scale=config.head_dim**-0.5,
             sliding_window=config.sliding_windows[index],
         )
 
     def make_norm(self, spec: AttentionSpec, config: ModelConfig, context: ModelContext) -> Layer:
-        """Makes the norm of queries and keys."""
+        """Makes the QK norm."""
         return HeadNorm(spec, config.rms_norm_eps, context=context)
 
     def forward(
         self, x: torch.Tensor, rotation: Rotation, batch: Batch, rows: torch.Tensor | None
     ) -> torch.Tensor:
-        """All tokens store keys and values and attend; only the outputs in `rows` are returned."""
+        """Stores all tokens' keys and values and attends; returns the outputs of `rows` only."""
         heads = self.qkv_proj(x).view(len(x), -1, self.head_dim)  # [T, H + 2 K, D]
         attended = self.attention(heads, rotation, self.norm_weights, batch)  # [T, H, D]
         return self.o_proj(select_rows(attended, rows).flatten(1))
 
 
 class GatedMLP(Layer):
-    """down(act(gate(x)) * up(x)); `inner` is the intermediate size.
+    """down(act(gate(x)) * up(x)); `size` is the intermediate size.
 
     Attributes:
-        linear: the class of the layer that computes gate and up.
+        gate_up_class: the class of the linear layer that computes gate and up.
     """
 
-    linear = MergedLinear
+    gate_up_class = MergedLinear
 
-    def __init__(self, path: str, inner: int, config: ModelConfig, context: ModelContext) -> None:
+    def __init__(self, path: str, size: int, config: ModelConfig, context: ModelContext) -> None:
         super().__init__()
         plan, hidden = config.plan, config.hidden_size
         self.activation, self.kernels = plan.hidden_act, context.kernels
-        self.gate_up_proj = self.linear(
+        self.gate_up_proj = self.gate_up_class(
             f"{path}.gate_up_proj",
             hidden,
-            {"gate_proj": inner, "up_proj": inner},
+            {"gate_proj": size, "up_proj": size},
             bias=plan.mlp_bias,
             context=context,
         )
         self.down_proj = RowParallelLinear(
-            f"{path}.down_proj", inner, hidden, bias=plan.mlp_bias, context=context
+            f"{path}.down_proj", size, hidden, bias=plan.mlp_bias, context=context
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -1,16 +1,16 @@
 """Replacements for the parts of `decoder.py`, selected by `LayerConfig`, for other families.
 
-    GenericLM         a head that scales or caps logits
-    GenericDecoder    scaled embeddings; several kinds of RoPE
-    GenericLayer      post-norms, sandwich norms, or one pre-norm for both; other MLPs; recurrent
-                      layers instead of attention
+    GenericLM         scaled or soft-capped logits
+    GenericDecoder    scaled embeddings, learned positions, several RoPE configurations
+    GenericLayer      pre-norms, post-norms, sandwich norms, or parallel attention and MLP; MLPs
+                      without a gate; recurrent layers instead of attention
     GenericAttention  other weight layouts, multipliers, soft caps, sinks, other QK norms
-    UnfusedAttention  output gates, and whatever no backend supports
+    UnfusedAttention  output gates, and everything else that no backend supports
 
 `loader.py` uses them if a config needs any of them. Experts (`moe.py`) and recurrent layers
 (`linear_attention.py`) are imported only for configs that have them.
 
-Legend: T tokens, L rows of logits, H / K query / KV heads of this rank, D head dim.
+Legend: T tokens, L tokens with logits, H / K query / KV heads of this rank, D head dim.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from nanoengine.attention.batch import Batch
 from nanoengine.checkpoint.config import ModelConfig
 from nanoengine.checkpoint.layer_config import LayerConfig
 from nanoengine.checkpoint.rope import RopeConfig
-from nanoengine.checkpoint.slots import WeightSlot, whole_slots
+from nanoengine.checkpoint.slots import WeightSlot, full_slots
 from nanoengine.errors import ConfigError
 from nanoengine.layers import layouts
 from nanoengine.layers.embedding import Embedding, OutputHead
@@ -44,7 +44,7 @@ from nanoengine.models.decoder import (
     Decoder,
     DecoderLayer,
     GatedMLP,
-    Layers,
+    LayerCall,
     SelfAttention,
     select_rows,
 )
@@ -56,29 +56,28 @@ class GenericLM(CausalLM):
     """A language model of any family, on one rank.
 
     Attributes:
-        layer: the class of its layers; None: `GenericLayer`.
+        layer_class: the class of its layers; None: `GenericLayer`.
     """
 
-    layer: type[GenericLayer] | None = None
+    layer_class: type[GenericLayer] | None = None
 
     def __init__(self, config: ModelConfig, context: ModelContext) -> None:
         Layer.__init__(self)
         self.config = config
         self.model = self.make_decoder(config, context)
         plan, tied = config.plan, config.tie_word_embeddings
-        capped = (
-            plan.logit_scale != 1 or plan.final_logit_softcapping is not None or plan.lm_head_bias
-        )
-        head = partial(SoftcapLMHead, plan) if capped else OutputHead
+        softcap, scales = plan.final_logit_softcapping is not None, plan.logit_scale != 1
+        is_plain = not (softcap or scales or plan.lm_head_bias)
+        head = OutputHead if is_plain else partial(SoftcapLMHead, plan)
         self.lm_head = head("lm_head", self.model.embed_tokens, tied=tied, context=context)
         if config.states is not None:
             from nanoengine.models.linear_attention import RecurrentLayer
 
-            self.state_layers = [m for m in self.modules() if isinstance(m, RecurrentLayer)]
+            self.recurrent_layers = [m for m in self.modules() if isinstance(m, RecurrentLayer)]
 
     def make_decoder(self, config: ModelConfig, context: ModelContext) -> GenericDecoder:
-        """Makes everything between the token ids and the last norm."""
-        return GenericDecoder(config, context, self.layer or GenericLayer)
+        """Makes embedding, layers and last norm."""
+        return GenericDecoder(config, context, self.layer_class or GenericLayer)
 
     @property
     def graph_safe(self) -> bool:
@@ -99,29 +98,29 @@ class SoftcapLMHead(OutputHead):
         self.bias = context.parameter(self.shape[0]) if plan.lm_head_bias else None
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        logits = super().forward(self._scaled(hidden))
-        return self._capped(logits if self.bias is None else logits + self.bias)
+        logits = super().forward(self._scale(hidden))
+        return self._softcap(logits if self.bias is None else logits + self.bias)
 
     def argmax(
         self, hidden: torch.Tensor, masks: Masks | None = None
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
         if self.ranks > 1 or self.bias is not None:
             return None
-        found = self.method.argmax(self._scaled(hidden), self.cap, masks)
-        return None if found is None else (found[0], self._capped(found[1]))
+        found = self.method.argmax(self._scale(hidden), self.cap, masks)
+        return None if found is None else (found[0], self._softcap(found[1]))
 
     def weight_slots(self, path: str) -> dict[str, WeightSlot]:
-        return super().weight_slots(path) | whole_slots(path, bias=self.bias)
+        return super().weight_slots(path) | full_slots(path, bias=self.bias)
 
-    def _scaled(self, hidden: torch.Tensor) -> torch.Tensor:
+    def _scale(self, hidden: torch.Tensor) -> torch.Tensor:
         return hidden if self.scale == 1 else hidden * self.scale
 
-    def _capped(self, logits: torch.Tensor) -> torch.Tensor:
+    def _softcap(self, logits: torch.Tensor) -> torch.Tensor:
         return logits if self.cap is None else torch.tanh(logits / self.cap) * self.cap
 
 
 class GenericDecoder(Decoder):
-    """A `Decoder` of generic layers, with a list of rotations instead of one."""
+    """A `Decoder` of generic layers, to which a list of rotations is passed instead of one."""
 
     embed_positions: layouts.LearnedPositions | None = None
 
@@ -132,13 +131,13 @@ class GenericDecoder(Decoder):
         sizes, scale = (config.vocab_size, config.hidden_size), config.plan.embedding_multiplier
         embedding = Embedding if scale == 1 else partial(ScaledEmbedding, scale)
         self.embed_tokens = embedding(*sizes, context=context)
-        kinds = list(dict.fromkeys(config.ropes))
-        self.rotary = RotaryEmbeddings([(rope, config) for rope in kinds], context)
+        ropes = list(dict.fromkeys(config.ropes))
+        self.rotary = RotaryEmbeddings([(rope, config) for rope in ropes], context)
         self.layers = nn.ModuleList(
-            layer(index, kinds.index(rope), config, context)
+            layer(index, ropes.index(rope), config, context)
             for index, rope in enumerate(config.ropes)
         )
-        self.stack: list[Layers] = list(self.layers)
+        self.executed_layers: list[LayerCall] = list(self.layers)
         self.norm = make_norm(config, context)
         self.norms_embeddings = config.plan.embedding_norm
         if config.plan.learned_positions is not None:
@@ -150,7 +149,7 @@ class GenericDecoder(Decoder):
             x = x + self.embed_positions(batch.positions)
         if self.norms_embeddings:
             x, _ = self.norm(x, None)
-        return self.through(x, self.rotary(batch.positions), batch)
+        return self.forward_layers(x, self.rotary(batch.positions), batch)
 
 
 class ScaledEmbedding(Embedding):
@@ -158,7 +157,7 @@ class ScaledEmbedding(Embedding):
 
     def __init__(self, scale: float, *sizes: int, context: ModelContext) -> None:
         super().__init__(*sizes, context=context)
-        # Why rounded: Gemma's own code keeps the factor in the model's dtype.
+        # Why rounded: Gemma's model code keeps the factor in the model's dtype.
         self.scale = torch.tensor(scale).to(context.dtype).item()
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
@@ -166,30 +165,32 @@ class ScaledEmbedding(Embedding):
 
 
 class RotaryEmbeddings(Layer):
-    """Several kinds of RoPE, each with the config of its layers: positions [T] -> one rotation per
-    kind."""
+    """Several RoPE configurations, each with the config of its layers; None: no RoPE.
+
+    positions [T] -> one rotation per configuration.
+    """
 
     def __init__(
-        self, kinds: list[tuple[RopeConfig | None, ModelConfig]], context: ModelContext
+        self, ropes: list[tuple[RopeConfig | None, ModelConfig]], context: ModelContext
     ) -> None:
         super().__init__()
-        plan = kinds[0][1].plan
-        turning = RotaryEmbedding if plan.rotary_dim is None else layouts.PartialRotary
-        self.each = nn.ModuleList(
-            (turning if rope else layouts.NoRotary)(rope, config, context) for rope, config in kinds
+        plan = ropes[0][1].plan
+        rotary = RotaryEmbedding if plan.rotary_dim is None else layouts.PartialRotary
+        self.rotaries = nn.ModuleList(
+            (rotary if rope else layouts.NoRotary)(rope, config, context) for rope, config in ropes
         )
 
     def forward(self, positions: torch.Tensor) -> list[Rotation]:
-        return [rotary(positions) for rotary in self.each]
+        return [rotary(positions) for rotary in self.rotaries]
 
 
 class GenericLayer(DecoderLayer):
     """One layer of any family.
 
     Attributes:
-        rotation: index of the layer's kind of RoPE.
-        mixer: the part that mixes tokens: attention, or a recurrent layer.
-        needs_torch: no kernel for whole layers supports its form.
+        rotation: index of the layer's RoPE configuration.
+        mixer: the submodule that mixes tokens: attention, or a recurrent layer.
+        needs_torch: no fused kernel supports the layer, so it runs op by op.
     """
 
     def __init__(
@@ -202,15 +203,15 @@ class GenericLayer(DecoderLayer):
         self.mixer, self.mlp = mixer, make_mlp(f"{path}.mlp", index, config, context)
         norms, self.scale = config.plan.norms, config.plan.residual_multiplier
         self.is_parallel = norms in ("parallel", "parallel each")
-        before, behind = norms != "post", norms in ("post", "sandwich")
+        has_pre_norm, has_post_norm = norms != "post", norms in ("post", "sandwich")
 
-        def norm(wanted: bool) -> Norm:
-            return make_norm(config, context) if wanted else None
+        def norm(is_present: bool) -> Norm:
+            return make_norm(config, context) if is_present else None
 
-        self.input_layernorm = norm(before)
-        self.attention_output_norm = norm(behind)
-        self.post_attention_layernorm = norm(before and norms != "parallel")
-        self.mlp_output_norm = norm(behind)
+        self.input_layernorm = norm(has_pre_norm)
+        self.attention_output_norm = norm(has_post_norm)
+        self.post_attention_layernorm = norm(has_pre_norm and norms != "parallel")
+        self.mlp_output_norm = norm(has_post_norm)
 
     @property
     def needs_torch(self) -> bool:
@@ -228,19 +229,19 @@ class GenericLayer(DecoderLayer):
         attended = self.mixer(x, rotations[self.rotation], batch, rows)
         residual = select_rows(residual, rows)
         if self.is_parallel:
-            x, each = select_rows(x, rows), self.post_attention_layernorm
-            x = x if each is None else each(residual, None)[0]
-            return self._added(None, attended + self.mlp(x)), residual
-        attended = self._added(self.attention_output_norm, attended)
+            x, mlp_norm = select_rows(x, rows), self.post_attention_layernorm
+            x = x if mlp_norm is None else mlp_norm(residual, None)[0]
+            return self._norm_and_scale(None, attended + self.mlp(x)), residual
+        attended = self._norm_and_scale(self.attention_output_norm, attended)
         x, residual = add_and_norm(self.post_attention_layernorm, attended, residual)
-        return self.mlp_part(x), residual
+        return self.mlp_branch(x), residual
 
-    def mlp_part(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns what the MLP adds to the residual; x is normed already if there is a pre-norm."""
-        return self._added(self.mlp_output_norm, self.mlp(x))
+    def mlp_branch(self, x: torch.Tensor) -> torch.Tensor:
+        """Applies the MLP, its post-norm and the residual multiplier to x, which is pre-normed."""
+        return self._norm_and_scale(self.mlp_output_norm, self.mlp(x))
 
-    def _added(self, norm: Norm, x: torch.Tensor) -> torch.Tensor:
-        """Returns what attention or MLP adds to the residual."""
+    def _norm_and_scale(self, norm: Norm, x: torch.Tensor) -> torch.Tensor:
+        """Applies the post-norm, if there is one, and the residual multiplier."""
         x = x if norm is None else norm(x, None)[0]
         return x if self.scale == 1 else x * self.scale
 
@@ -259,23 +260,25 @@ def add_and_norm(
 
 
 def make_mixer(path: str, index: int, config: ModelConfig, context: ModelContext) -> Layer:
-    """Makes the mixer of layer `index`: attention or a recurrent layer; `path` is the layer's full
-    name."""
+    """Makes the mixer of layer `index`: attention, or a recurrent layer.
+
+    `path` is the layer's full name.
+    """
     states = config.states
     if states is not None and index in states.layers:
         if states.kind == "mamba":
             from nanoengine.models.mamba import MambaMixer as kind
         else:
-            from nanoengine.models.linear_attention import STATE_LAYERS
+            from nanoengine.models.linear_attention import RECURRENT_LAYERS
 
-            kind = STATE_LAYERS[states.kind]
+            kind = RECURRENT_LAYERS[states.kind]
         return kind(f"{path}.{kind.name}", config, context)
-    if config.plan.latent is not None:
+    if config.plan.mla is not None:
         from nanoengine.models.mla import MLAAttention
 
         return MLAAttention(f"{path}.{MLAAttention.name}", index, config, context)
-    needed = config.plan.output_gate or needs_torch(index, config, context)
-    attention = UnfusedAttention if needed else GenericAttention
+    is_unfused = config.plan.output_gate or needs_torch(index, config, context)
+    attention = UnfusedAttention if is_unfused else GenericAttention
     return attention(f"{path}.{attention.name}", index, config, context)
 
 
@@ -296,21 +299,21 @@ def make_mlp(path: str, index: int, config: ModelConfig, context: ModelContext) 
 class PackedGatedMLP(GatedMLP):
     """A gated MLP whose gate and up weights are one tensor in the checkpoint."""
 
-    linear = layouts.FusedTensorLinear
+    gate_up_class = layouts.FusedTensorLinear
 
 
 class ScaledGatedMLP(GatedMLP):
-    """A gated MLP with factors on the gate and on the output."""
+    """A gated MLP that multiplies the gate and the output by constants. Source: Falcon-H1."""
 
-    def __init__(self, path: str, inner: int, config: ModelConfig, context: ModelContext) -> None:
-        super().__init__(path, inner, config, context)
+    def __init__(self, path: str, size: int, config: ModelConfig, context: ModelContext) -> None:
+        super().__init__(path, size, config, context)
         assert config.plan.falcon_h1 is not None
-        self.factors = config.plan.falcon_h1.mlp_multipliers
+        self.multipliers = config.plan.falcon_h1.mlp_multipliers
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         gate, up = self.gate_up_proj(x).chunk(2, dim=1)
-        both = torch.cat((gate * self.factors[0], up), dim=1)
-        return self.down_proj(self.kernels.gate(both, self.activation)) * self.factors[1]
+        gate_up = torch.cat((gate * self.multipliers[0], up), dim=1)
+        return self.down_proj(self.kernels.gate(gate_up, self.activation)) * self.multipliers[1]
 
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -320,15 +323,16 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "relu": F.relu,
     "relu2": lambda x: F.relu(x).square_(),
 }
-"""`hidden_act` of a config -> the activation of an MLP without a gate, always in plain torch."""
+"""`hidden_act` of a config -> the activation of an MLP without a gate, in plain torch on every
+device."""
 
 
 class XIELU(Layer):
     """a x^2 + b x for x > 0, else c (e^x - 1 - x) + b x, with a and c learned per layer.
 
     Attributes:
-        alpha_p, alpha_n, beta, eps: the checkpoint's parameters: a is softplus(alpha_p), c is beta
-            + softplus(alpha_n), b is beta; in e^x, x is clamped to at most eps.
+        alpha_p, alpha_n, beta, eps: the checkpoint's parameters. a is softplus(alpha_p), c is beta
+            + softplus(alpha_n), b is beta. In e^x, x is clamped to at most eps.
 
     Source: Huang and Schlag (arXiv 2411.13010).
     """
@@ -339,26 +343,26 @@ class XIELU(Layer):
         self.beta, self.eps = context.parameter(), context.parameter()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        above, below = F.softplus(self.alpha_p), self.beta + F.softplus(self.alpha_n)
-        bent = torch.expm1(torch.minimum(x, self.eps)) - x
-        return torch.where(x > 0, above * x * x, bent * below) + self.beta * x
+        alpha_p, alpha_n = F.softplus(self.alpha_p), self.beta + F.softplus(self.alpha_n)
+        exponential = torch.expm1(torch.minimum(x, self.eps)) - x
+        return torch.where(x > 0, alpha_p * x * x, alpha_n * exponential) + self.beta * x
 
     def weight_slots(self, path: str) -> dict[str, WeightSlot]:
-        return whole_slots(path, **dict(self.named_parameters()))
+        return full_slots(path, **dict(self.named_parameters()))
 
 
 class PlainMLP(Layer):
-    """down(act(up(x)))."""
+    """down(act(up(x))): an MLP without a gate; `size` is the intermediate size."""
 
-    def __init__(self, path: str, inner: int, config: ModelConfig, context: ModelContext) -> None:
+    def __init__(self, path: str, size: int, config: ModelConfig, context: ModelContext) -> None:
         super().__init__()
         plan, hidden = config.plan, config.hidden_size
         self.act_fn = ACTIVATIONS.get(plan.hidden_act) or XIELU(context)
         self.up_proj = MergedLinear(
-            f"{path}.up_proj", hidden, {"up_proj": inner}, bias=plan.mlp_bias, context=context
+            f"{path}.up_proj", hidden, {"up_proj": size}, bias=plan.mlp_bias, context=context
         )
         self.down_proj = RowParallelLinear(
-            f"{path}.down_proj", inner, hidden, bias=plan.mlp_bias, context=context
+            f"{path}.down_proj", size, hidden, bias=plan.mlp_bias, context=context
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -369,8 +373,8 @@ class GenericAttention(SelfAttention):
     """The attention of any family, if backends support everything between its two projections.
 
     Attributes:
-        name: of the module in a checkpoint's layer.
-        needs_torch: a part of it is computed in plain torch.
+        name: the module's name in a checkpoint's layer.
+        needs_torch: some operations run in plain torch, so no fused kernel supports the layer.
     """
 
     name, needs_torch = "self_attn", False
@@ -381,7 +385,7 @@ class GenericAttention(SelfAttention):
     def make_spec(self, index: int, config: ModelConfig, context: ModelContext) -> AttentionSpec:
         plan, plain = config.plan, super().make_spec(index, config, context)
         heads = config.num_attention_heads
-        self.all_sinks = (heads,), (context.shard.slice(heads, "num_attention_heads"),)
+        self.sinks_part = (heads,), (context.shard.slice(heads, "num_attention_heads"),)
         self.sinks = make_sinks(plain.num_heads, context) if plan.attention_sinks else None
         scale = plan.attention_multiplier or plain.scale
         return replace(plain, scale=scale, softcap=plan.attn_logit_softcapping, sinks=self.sinks)
@@ -393,64 +397,63 @@ class GenericAttention(SelfAttention):
     def weight_slots(self, path: str) -> dict[str, WeightSlot]:
         if self.sinks is None:
             return {}
-        shape, part = self.all_sinks
+        shape, part = self.sinks_part
         return {f"{path}.sinks": WeightSlot(shape=shape, part=part, store=self.sinks.copy_)}
 
 
 def make_sinks(num_heads: int, context: ModelContext) -> torch.Tensor:
-    """Makes the parameter for the attention sinks of a layer's heads.
+    """Makes the parameter for a layer's attention sinks, one per head.
 
     Raises:
-        ConfigError: the attention backend does not compute sinks.
+        ConfigError: the attention backend does not support sinks.
     """
     backend, wide = context.kernels.attention, torch.promote_types(context.dtype, torch.float32)
     if not backend.supports_sinks:
         raise ConfigError(
-            f"attention backend {backend.name} does not compute this model's attention sinks:"
-            " set attention_backend='auto'"
+            f"attention_backend={backend.name!r} does not support this model's attention sinks: set"
+            " attention_backend='auto'"
         )
     return context.parameter(num_heads, dtype=wide)
 
 
 def needs_torch(index: int, config: ModelConfig, context: ModelContext) -> bool:
-    """Whether the attention of layer `index` needs `UnfusedAttention` for another reason than a
-    gate."""
+    """Whether the attention of layer `index` needs `UnfusedAttention`, apart from output gates."""
     norm, rope = config.plan.qk_norm, config.ropes[index]
-    split = norm == "all_heads" and context.shard.world_size > 1
-    grows = rope is not None and rope.llama_4_scaling_beta != 0
-    return split or grows or norm == "post_rope" or config.plan.clip_qkv is not None
+    is_split = norm == "all_heads" and context.shard.world_size > 1
+    scales_queries = rope is not None and rope.llama_4_scaling_beta != 0
+    return is_split or scales_queries or norm == "post_rope" or config.plan.clip_qkv is not None
 
 
 class UnfusedAttention(GenericAttention):
-    """Attention with what no backend supports: output gates, query scales that depend on the
-    position, QK norms after RoPE or over heads of several ranks, and clipped heads."""
+    """Attention with features that no backend supports: output gates, query scales that depend on
+    the position, QK norms after RoPE or over the heads of several ranks, and clipped QKV."""
 
     def __init__(self, path: str, index: int, config: ModelConfig, context: ModelContext) -> None:
         super().__init__(path, index, config, context)
         plan, rope, spec = config.plan, config.ropes[index], self.attention.spec
         self.num_heads, self.num_kv_heads = spec.num_heads, spec.num_kv_heads
-        each = 1 if plan.output_gate == "per_head" else self.head_dim if plan.output_gate else 0
-        self.num_gates = each * spec.num_heads
-        self.norm_is_last = plan.qk_norm == "post_rope"
-        self.norm_is_split = plan.qk_norm == "all_heads" and self.norm_weights is None
-        self.growth = rope.llama_4_scaling_beta if rope else 0.0
+        size = 1 if plan.output_gate == "per_head" else self.head_dim if plan.output_gate else 0
+        self.num_gates = size * spec.num_heads
+        self.norms_after_rope = plan.qk_norm == "post_rope"
+        self.norms_over_ranks = plan.qk_norm == "all_heads" and self.norm_weights is None
+        self.scaling_beta = rope.llama_4_scaling_beta if rope else 0.0
         self.original_len = rope.original_max_position_embeddings if rope else 0
-        self.clip, self.needs_torch = plan.clip_qkv, needs_torch(index, config, context)
+        self.clip_qkv, self.needs_torch = plan.clip_qkv, needs_torch(index, config, context)
 
     def forward(
         self, x: torch.Tensor, rotation: Rotation, batch: Batch, rows: torch.Tensor | None
     ) -> torch.Tensor:
-        found = self.qkv_proj(x)
-        gates, heads = found[:, : self.num_gates], found[:, self.num_gates :].contiguous()
+        projected = self.qkv_proj(x)
+        gates, heads = projected[:, : self.num_gates], projected[:, self.num_gates :].contiguous()
         heads = heads.view(len(x), -1, self.head_dim)
-        if self.clip is not None:
-            heads = heads.clamp(-self.clip, self.clip)
-        if self.norm_is_split:
+        if self.clip_qkv is not None:
+            heads = heads.clamp(-self.clip_qkv, self.clip_qkv)
+        if self.norms_over_ranks:
             heads = self.head_norm(heads)
-        if self.growth:
+        if self.scaling_beta:
             heads[:, : self.num_heads] *= self._query_scale(batch.positions).to(heads.dtype)
-        if self.norm_is_last:
-            attended = self._attend_normed_last(heads, rotation, batch)
+        if self.norms_after_rope:
+            attended = self._attend_norm_after_rope(heads, rotation, batch)
         else:
             attended = self.attention(heads, rotation, self.norm_weights, batch)
         attended = select_rows(attended, rows)
@@ -459,16 +462,16 @@ class UnfusedAttention(GenericAttention):
             attended = attended * gates.unflatten(1, (self.num_heads, -1))
         return self.o_proj(attended.flatten(1))
 
-    def _attend_normed_last(
+    def _attend_norm_after_rope(
         self, heads: torch.Tensor, rotation: Rotation, batch: Batch
     ) -> torch.Tensor:
-        """Applies RoPE to the heads in plain torch, then norms them, stores them and attends."""
+        """Applies RoPE and then the QK norm in plain torch, stores keys and values, and attends."""
         counts = self.num_heads, self.num_kv_heads
         qk, v = heads.split((sum(counts), self.num_kv_heads), dim=1)
         q, k = self.head_norm(rotate(qk, rotation, None)).split(counts, dim=1)
         return self.attention.backend.forward(q, k, v, self.attention.cache, batch)
 
     def _query_scale(self, positions: torch.Tensor) -> torch.Tensor:
-        """The factor on queries by position: [T] -> [T, 1, 1]. Source: Llama 4."""
+        """Positions [T] -> the factors of their queries, [T, 1, 1]. Source: Llama 4."""
         periods = torch.floor(positions / self.original_len)
-        return (1 + self.growth * torch.log(1 + periods)).view(-1, 1, 1)
+        return (1 + self.scaling_beta * torch.log(1 + periods)).view(-1, 1, 1)

@@ -1,4 +1,4 @@
-"""A decoder without a language head: it returns hidden states and generates no tokens.
+"""Removes the LM head of a model that returns hidden states and generates no tokens.
 
 `loader.py` uses it only for checkpoints of embedding models and classifiers.
 """
@@ -13,21 +13,21 @@ from nanoengine.models.decoder import CausalLM
 
 
 class NoHead(Layer):
-    """A placeholder for the language head."""
+    """A placeholder for the LM head."""
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Raises UnsupportedModelError."""
-        raise UnsupportedModelError("this checkpoint has no language head, so it gives no logits")
+        raise UnsupportedModelError("this checkpoint has no language head: it generates no tokens")
 
     def argmax(self, *_: object) -> None:
         """Returns None: there are no logits."""
 
 
 def strip_lm_head(model: CausalLM) -> CausalLM:
-    """Removes the model's head; its weights were tied, so the embedding alone uses them from now
-    on.
+    """Replaces the model's head by `NoHead`. The head's weights were tied, so now only the
+    embedding uses them.
 
-    Why afterwards: every family's model is built in the same way.
+    Why after the model is built: every family's model is built in the same way.
     """
     embedding = model.model.embed_tokens
     embedding.lookup, embedding.store = embedding.plain_lookup, embedding.weight.copy_

@@ -1,4 +1,4 @@
-"""Factors between queries and keys, for an int8 cache of a model with key biases.
+"""Moves scale from keys to queries, for an int8 KV cache of a model whose keys have biases.
 
 Called by `models/loader.py` before layers are fused.
 """
@@ -13,24 +13,24 @@ from nanoengine.models.decoder import CausalLM
 PROBES = 64
 """Random inputs on which a layer's queries and keys are measured."""
 MAX_EXPONENT = 16
+"""Factors are from 2^-16 to 2^16."""
 
 
 def balance_keys(model: CausalLM, dtype: torch.dtype) -> None:
-    """Sets each layer's factors, which multiply the channels of its queries and divide the channels
-    of its keys, and keeps them in `model.key_factors`.
+    """Gives each layer one factor per channel, which multiplies queries and divides keys, and
+    stores all factors in `model.key_factors`.
 
-    Why: with biases, a few channels of the keys are up to 100 times larger than the others, and all
-    channels of a row share one scale. Scores do not change: factors are powers of two, and are
-    equal in the two channels that RoPE rotates together.
+    Why: with biases, a few channels of a key are up to 100 times larger than the others, and all
+    channels of a key share one int8 scale. Attention scores do not change: factors are powers of
+    two, and equal in the two channels that RoPE rotates together.
 
-    The rounding error of a row is spread evenly over its channels
-    (`attention/kv_quantization.py`), so the factors sqrt(|k| / |q|) minimize the error of a score.
-    Channel sizes are measured on normally distributed inputs, which works for weights in any
-    format.
+    The rounding error of a key is spread evenly over its channels (`attention/kv_quantization.py`),
+    so the factors sqrt(|k| / |q|) minimize the error of a score. Channel magnitudes are measured on
+    normally distributed inputs, so weights may have any format.
     """
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(PROBES, model.config.hidden_size, generator=generator)
-    found: list[HeadNormWeights] = []
+    all_weights: list[HeadNormWeights] = []
     for layer in model.model.layers:
         attention = getattr(layer, "self_attn", None)
         if attention is None:
@@ -40,7 +40,7 @@ def balance_keys(model: CausalLM, dtype: torch.dtype) -> None:
             inputs = norm(inputs, None)[0]
         spec = attention.attention.spec
         counts = spec.num_heads, spec.num_kv_heads, spec.num_kv_heads
-        # Why the last: in some models gates precede the heads.
+        # Why the last columns: in some models output gates precede the heads.
         heads = attention.qkv_proj(inputs)[:, -sum(counts) * spec.head_dim :].float()
         pairs = heads.square().mean(0).view(sum(counts), 2, -1).mean(1)  # [H + 2 K, D / 2]
         q, k, _ = pairs.split(counts)
@@ -48,8 +48,8 @@ def balance_keys(model: CausalLM, dtype: torch.dtype) -> None:
         exponents = ((k + 1e-12) / (q + 1e-12)).log2().div(4).nan_to_num().round()
         factors = exponents.clamp(-MAX_EXPONENT, MAX_EXPONENT).exp2().repeat(1, 2)
         factors = factors.to(torch.promote_types(dtype, torch.float32))
-        of_queries = factors.repeat_interleave(spec.num_heads // spec.num_kv_heads, 0)
-        weights = HeadNormWeights(weight=torch.cat((of_queries, 1 / factors)), eps=None)
+        query_factors = factors.repeat_interleave(spec.num_heads // spec.num_kv_heads, 0)
+        weights = HeadNormWeights(weight=torch.cat((query_factors, 1 / factors)), eps=None)
         attention.norm_weights = weights
-        found.append(weights)
-    model.key_factors = found
+        all_weights.append(weights)
+    model.key_factors = all_weights

@@ -12,10 +12,10 @@ from typing import Literal
 import torch
 
 from nanoengine.checkpoint.config import ModelConfig
-from nanoengine.checkpoint.files import Stored, stored_tensors
+from nanoengine.checkpoint.files import TensorInfo, stored_tensors
 from nanoengine.checkpoint.layer_config import LayerConfig
 from nanoengine.checkpoint.slots import OwnsWeights, TensorNames, WeightSlot
-from nanoengine.checkpoint.weights import check_sizes, drop_copy, dummy_weights, load_weights
+from nanoengine.checkpoint.weights import check_sizes, drop_tied_head, dummy_weights, load_weights
 from nanoengine.errors import ConfigError
 from nanoengine.layers.kernels import LinearMethod
 from nanoengine.layers.layer import ModelContext, pin_attributes
@@ -24,16 +24,16 @@ from nanoengine.models.decoder import CausalLM
 log = logging.getLogger(__name__)
 
 DTYPES = {torch.bfloat16: "BF16", torch.float16: "F16"}
-"""safetensors' names of the dtypes in which weights are kept."""
+"""The 16-bit dtypes in which weights may stay -> their names in safetensors."""
 FLOATS = {"BF16", "F16", "F32", "F64"}
 """Stored dtypes that are floats; the others are integers."""
 
-CLASSES = "score.weight"
-"""A classification head; only pooling for classes reads it."""
+CLASSIFIER_WEIGHT = "score.weight"
+"""A classification head, which only `features/pooling.py` reads."""
 
-LONGEST_DEFAULT = 2**20
+MAX_DEFAULT_CONTEXT = 2**20
 """Longest context [tokens] that is accepted without an explicit max_model_len. Why: the tables of
-RoPE and of token ids have an entry per position."""
+RoPE and of token ids have one entry per position."""
 
 
 def load_model(
@@ -52,16 +52,15 @@ def load_model(
             reads nothing.
 
     Raises:
-        ConfigError: the ranks don't divide the model, or `max_positions` exceeds its context; or it
-            is not given, and the context is longer than `LONGEST_DEFAULT`.
-        WeightLoadError: see `stored_tensors`, `drop_copy`, `check_sizes` and `load_weights`.
+        ConfigError: the ranks don't divide the model; `max_positions` exceeds its context; or
+            `max_positions` is None, and the context is longer than `MAX_DEFAULT_CONTEXT`.
+        WeightLoadError: see `stored_tensors`, `drop_tied_head`, `check_sizes` and `load_weights`.
     """
     context_len = config.max_position_embeddings
-    if context.max_positions is None and context_len > LONGEST_DEFAULT:
+    if context.max_positions is None and context_len > MAX_DEFAULT_CONTEXT:
         raise ConfigError(
-            f"the model's context is {context_len} tokens (max_position_embeddings): say how many"
-            f" are needed with max_model_len=..., which is taken from the model up to"
-            f" {LONGEST_DEFAULT} only"
+            f"the model's context is {context_len} tokens (max_position_embeddings), longer than"
+            f" the {MAX_DEFAULT_CONTEXT} that are allowed by default: set max_model_len"
         )
     if config.model_impl == "transformers":
         if context.shard.world_size > 1:
@@ -72,20 +71,20 @@ def load_model(
         from nanoengine.models.transformers_backend import TransformersLM
 
         return TransformersLM(config, Path(directory), context, dummy=load_format == "dummy")
-    stored: dict[str, Stored] = {}
+    stored: dict[str, TensorInfo] = {}
     if load_format == "auto":
         stored = tensors_to_run(config, stored_tensors(Path(directory)))
     names = TensorNames(config.tensor_names, stored)
     if load_format == "auto":
         if config.tie_word_embeddings:
-            drop_copy(stored, names("lm_head.weight"), names("model.embed_tokens.weight"))
+            drop_tied_head(stored, names("lm_head.weight"), names("model.embed_tokens.weight"))
         check_sizes(config, stored, names)
-        kinds = {
+        dtypes = {
             tensor.dtype
             for name, tensor in stored.items()
             if len(tensor.shape) > 1 and "scale" not in name.rpartition(".")[2]
         }
-        wider = (kinds & FLOATS) - {DTYPES.get(context.stored_dtype)}
+        wider = (dtypes & FLOATS) - {DTYPES.get(context.stored_dtype)}
         if context.keeps_weights and wider:
             context = replace(context, weight_dtype=None)
     check_ranks(config, context.shard.world_size)
@@ -105,7 +104,7 @@ def load_model(
     else:
         named = names.of(slots)
         if config.quantization is not None and config.quantization.format == "gguf":
-            named = _taking_blocks(named, stored)
+            named = _accept_blocks(named, stored)
         load_weights(named, stored)
     for module in model.modules():
         if isinstance(module, LinearMethod):
@@ -119,10 +118,10 @@ def load_model(
     return model
 
 
-def _taking_blocks(
-    slots: Mapping[str, WeightSlot], stored: Mapping[str, Stored]
+def _accept_blocks(
+    slots: Mapping[str, WeightSlot], stored: Mapping[str, TensorInfo]
 ) -> dict[str, WeightSlot]:
-    """Returns the slots; slots of floats accept blocks if the GGUF file stores these."""
+    """Returns the slots; float slots accept quantized blocks if the GGUF file stores such."""
     from nanoengine.layers.quantized_formats import as_floats
 
     found: dict[str, WeightSlot] = {}
@@ -130,19 +129,19 @@ def _taking_blocks(
         kind = stored[name].dtype if name in stored else "F32"
         if kind not in FLOATS and not slot.dtypes and not slot.pieces_only:
             slot = as_floats(slot, kind)
-        found[name] = replace(slot, pieces=_taking_blocks(slot.pieces, stored))
+        found[name] = replace(slot, pieces=_accept_blocks(slot.pieces, stored))
     return found
 
 
 def model_class(config: ModelConfig) -> type[CausalLM]:
-    """`CausalLM` for everything that Llama and Qwen3 compute, with or without biases, for any
-    family; else the class of the variant."""
-    named = {"qkv_bias": False, "output_bias": False, "mlp_bias": False, "hidden_act": "silu"}
-    plans = LayerConfig(**named), LayerConfig(**named, qk_norm="per_head")
-    (rope, *others) = set(config.ropes)
-    alike = not others and rope is not None and not rope.llama_4_scaling_beta
+    """Returns `CausalLM` for configs of any family that compute the same as Llama or Qwen3, with or
+    without biases; otherwise the class that supports the config."""
+    ignored = {"qkv_bias": False, "output_bias": False, "mlp_bias": False, "hidden_act": "silu"}
+    plans = LayerConfig(**ignored), LayerConfig(**ignored, qk_norm="per_head")
+    (rope, *more_ropes) = set(config.ropes)
+    plain_rope = not more_ropes and rope is not None and not rope.llama_4_scaling_beta
     dense = config.moe is None and config.states is None
-    if dense and alike and replace(config.plan, **named) in plans:
+    if dense and plain_rope and replace(config.plan, **ignored) in plans:
         return CausalLM
     if config.plan.gemma4 is not None:
         from nanoengine.models.gemma4 import Gemma4LM
@@ -160,8 +159,8 @@ def model_class(config: ModelConfig) -> type[CausalLM]:
 
 
 def check_ranks(config: ModelConfig, ranks: int) -> None:
-    """Raises ConfigError unless every rank gets an equal part of everything that is split. There
-    may be fewer KV heads than ranks; then ranks share them."""
+    """Raises ConfigError unless everything that is split divides evenly over the ranks. Ranks share
+    KV heads if there are fewer KV heads than ranks."""
     is_mamba = config.states is not None and config.states.kind == "mamba"
     groups = "mamba_n_groups" if is_mamba else "linear_num_key_heads"
     sizes = {
@@ -184,42 +183,43 @@ def check_ranks(config: ModelConfig, ranks: int) -> None:
         )
 
 
-def tensors_to_run(config: ModelConfig, stored: dict[str, Stored]) -> dict[str, Stored]:
-    """Returns the tensors that are run, without those for images or drafts."""
+def tensors_to_run(config: ModelConfig, stored: dict[str, TensorInfo]) -> dict[str, TensorInfo]:
+    """Returns the tensors without those that are ignored, for example of vision towers or of layers
+    for multi-token prediction."""
     if config.headless:
-        stored = {name: tensor for name, tensor in stored.items() if name != CLASSES}
+        stored = {name: tensor for name, tensor in stored.items() if name != CLASSIFIER_WEIGHT}
     if not config.ignored_tensors:
         return stored
-    ignored_tensors = {name: re.match(config.ignored_tensors, name) for name in stored}
-    parts = sorted({match[0] for match in ignored_tensors.values() if match})
+    matches = {name: re.match(config.ignored_tensors, name) for name in stored}
+    parts = sorted({match[0] for match in matches.values() if match})
     if not parts:
         return stored
-    kept = {name: tensor for name, tensor in stored.items() if not ignored_tensors[name]}
+    kept = {name: tensor for name, tensor in stored.items() if not matches[name]}
     log.warning(
-        "not all of this checkpoint is run: %d of its %d tensors are left out (%s)",
+        "only a part of this checkpoint is used: %d of its %d tensors are ignored (%s)",
         len(stored) - len(kept), len(stored), ", ".join(parts),
     )  # fmt: skip
     return kept
 
 
 def weight_slots(model: CausalLM) -> dict[str, WeightSlot]:
-    """All slots of a model by their names in this program."""
+    """All slots of a model, by the names that this package gives to tensors."""
     slots: dict[str, WeightSlot] = {}
     for path, module in model.named_modules():
         if isinstance(module, OwnsWeights):
             own = module.weight_slots(path)
-            assert not slots.keys() & own.keys(), f"{path} offers slots of another layer"
+            assert not slots.keys() & own.keys(), f"{path} repeats slots of another layer"
             slots.update(own)
     plan = model.config.plan
-    if plan.transposed_matrices or plan.norm.startswith("bare"):
-        from nanoengine.layers.layouts import as_stored
+    if plan.transposed_matrices or plan.norm.startswith("no_weight"):
+        from nanoengine.layers.layouts import adapt_slots
 
-        slots = as_stored(slots, plan)
+        slots = adapt_slots(slots, plan)
     return slots
 
 
 def model_size(model: torch.nn.Module) -> tuple[int, int]:
-    """Returns (number of weights, their size here [bytes]); a quantized weight counts as one."""
+    """Returns (number of weights, their size in memory [bytes]); scales are not weights."""
     parameters = list(model.parameters())
     methods = [module for module in model.modules() if isinstance(module, LinearMethod)]
     return (

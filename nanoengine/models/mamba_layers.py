@@ -1,9 +1,9 @@
-"""Layers of Mamba models that are not one mixer followed by an MLP.
+"""Layers of hybrid Mamba models that are not one mixer followed by an MLP.
 
     FalconH1Layer    Mamba and attention in parallel, each with multipliers (Falcon-H1)
-    NemotronHLayer   one norm and one of Mamba, attention, MLP or experts (Nemotron-H)
+    NemotronHLayer   one norm and one block: Mamba, attention, MLP or experts (Nemotron-H)
 
-`loader.py` uses them for a config that needs either.
+`loader.py` uses them for configs of these families.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from nanoengine.models.generic import (
 
 
 class FalconH1Layer(GenericLayer):
-    """A layer in which Mamba and attention have the same input, and their outputs are added."""
+    """A layer that adds the outputs of Mamba and attention, which have the same input."""
 
     def __init__(
         self, index: int, rotation: int, config: ModelConfig, context: ModelContext
@@ -44,22 +44,22 @@ class ParallelMixer(Layer):
 
     needs_torch = True
 
-    def __init__(self, mamba: Layer, attention: Layer, factors: FalconH1Multipliers) -> None:
+    def __init__(self, mamba: Layer, attention: Layer, multipliers: FalconH1Multipliers) -> None:
         super().__init__()
-        # Why a tuple: in a checkpoint they are parts of the layer, under names of their own.
-        self.parts, self.factors = (mamba, attention), factors
+        # Why a tuple: they are submodules of the layer already, under the checkpoint's names.
+        self.mixers, self.multipliers = (mamba, attention), multipliers
 
     def forward(
         self, x: torch.Tensor, rotation: Rotation, batch: Batch, rows: torch.Tensor | None
     ) -> torch.Tensor:
-        by, (mamba, attention) = self.factors, self.parts
-        kept = mamba(x * by.ssm_in_multiplier, rotation, batch, rows)
-        attended = attention(x * by.attention_in_multiplier, rotation, batch, rows)
-        return kept * by.ssm_out_multiplier + attended * by.attention_out_multiplier
+        scale, (mamba, attention) = self.multipliers, self.mixers
+        ssm_out = mamba(x * scale.ssm_in_multiplier, rotation, batch, rows)
+        attended = attention(x * scale.attention_in_multiplier, rotation, batch, rows)
+        return ssm_out * scale.ssm_out_multiplier + attended * scale.attention_out_multiplier
 
 
 class NemotronHLayer(GenericLayer):
-    """A layer with a single block after one norm."""
+    """A layer with one norm and one block: a mixer, or an MLP."""
 
     needs_torch = True
 
@@ -95,10 +95,10 @@ class NemotronHLayer(GenericLayer):
 class FalconH1LM(GenericLM):
     """Falcon-H1."""
 
-    layer = FalconH1Layer
+    layer_class = FalconH1Layer
 
 
 class NemotronHLM(GenericLM):
     """Nemotron-H."""
 
-    layer = NemotronHLayer
+    layer_class = NemotronHLayer

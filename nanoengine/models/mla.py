@@ -1,21 +1,21 @@
 """MLAAttention: multi-head latent attention (MLA), with one short latent vector per token.
 
-A token's *latent* has `rank` elements. Each head has a matrix that makes its key from the latent
-(`key_up`) and another that makes its value (`value_up`). Each token also has `rope_dim` elements
-with RoPE, which all heads share as they are. The KV cache holds only the latent and these elements,
-as one KV head.
+A token's *latent* has `rank` elements (`kv_lora_rank`). Each head has two matrices: `key_up`
+projects the latent to the head's key, `value_up` to its value. Each token also has one key part of
+`rope_dim` elements to which RoPE is applied; all heads share it. The KV cache stores only the
+latent and this part, as one KV head.
 
-Keys and values are never materialized. A query q scores the key W l of a latent l by q W l, so the
-query is multiplied by W once instead of all latents. Attention runs over latents, its sum is a
-latent too, and `value_up` makes the value from it.
+Keys and values are never computed. The score of a query q and a latent l is q (W l) = (q W) l, with
+W = `key_up`, so each query is multiplied by W once and attends to latents directly. The attention
+output is a weighted sum of latents, from which `value_up` computes the head's output.
 
     x ─ q_a ─ norm ─ q ─┬─ nope ─ key_up ─┐
                         └─ rope ─ RoPE ───┴─ query [rank + rope_dim] ─ attention ─ value_up ─ o_proj
     x ─ kv_a ─┬─ latent ─ norm ─┐                                        │
               └─ rope ─ RoPE ───┴─ KV head [rank + rope_dim] ── cache ───┘
 
-The value is the first `rank` elements of the key, so the cache holds only keys. `generic.py` uses
-this layer if `plan.latent` is set.
+The value is the first `rank` elements of the key, so the cache stores only keys. `generic.py` uses
+this layer if `plan.mla` is set.
 
 Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1 and appendix C.
 
@@ -46,22 +46,25 @@ PANEL = 16
 """Outputs per panel in the CPU kernels."""
 
 NORM_EPS = 1e-6
-"""Epsilon of the inner norms, whatever the config says for the others. Source: the families'
-code."""
+"""Epsilon of the norms of q_a and of the latent. It does not depend on the config's `rms_norm_eps`.
+Source: the families' model code."""
 
 
-def put_in_halves(linear: MergedLinear, still: int, turned: int) -> None:
-    """Reorders the outputs of a layer whose checkpoint applies RoPE to pairs of neighbours: in each
-    head, the last `turned` dimensions become the two halves that backends rotate."""
-    pairs = torch.arange(still, still + turned).view(-1, 2).T.flatten()
-    head = torch.cat((torch.arange(still), pairs))
+def deinterleave_rope(linear: MergedLinear, nope_dim: int, rope_dim: int) -> None:
+    """Reorders the outputs of a layer whose checkpoint uses interleaved RoPE, which rotates
+    adjacent
+    pairs: in each head, the last `rope_dim` dimensions become the two halves that backends
+        rotate."""
+    pairs = torch.arange(nope_dim, nope_dim + rope_dim).view(-1, 2).T.flatten()
+    head = torch.cat((torch.arange(nope_dim), pairs))
     for name, size in linear.parts.items():
         rows = torch.arange(linear.shards[name].split(size, name))
         linear.orders[name] = rows.view(-1, len(head))[:, head].flatten()
 
 
 class PerHeadLinear(Layer):
-    """A matrix [outputs, inputs] per head, never rounded; each head begins at a panel boundary."""
+    """A matrix [outputs, inputs] per head, which is never quantized; heads begin at panel
+    boundaries."""
 
     def __init__(
         self, name: str, heads: int, outputs: int, inputs: int, context: ModelContext
@@ -74,16 +77,16 @@ class PerHeadLinear(Layer):
 
     def load(self, weight: torch.Tensor) -> None:
         """Loads [H, outputs, inputs]."""
-        behind = self.padded - self.shape[1]
-        self.method.load(F.pad(weight, (0, 0, 0, behind)).flatten(0, 1))
+        padding = self.padded - self.shape[1]
+        self.method.load(F.pad(weight, (0, 0, 0, padding)).flatten(0, 1))
 
     def forward(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """[T, H, inputs] -> [T, H, outputs], written to `out` if given."""
         (heads, outputs, inputs), method = self.shape, self.method
         if method.has_kernel:
-            from nanoengine.layers.cpu_mla import heads_product
+            from nanoengine.layers.cpu_mla import per_head_matmul
 
-            return heads_product(x, method, self.padded)[..., :outputs]
+            return per_head_matmul(x, method, self.padded)[..., :outputs]
         weight = method.weight.view(heads, self.padded, inputs)[:, :outputs].to(x.dtype)
         out = x.new_empty(len(x), heads, outputs) if out is None else out
         method.bmm(x.transpose(0, 1), weight.transpose(1, 2), out=out.transpose(0, 1))
@@ -91,21 +94,21 @@ class PerHeadLinear(Layer):
 
 
 class KVUpProjection(Layer):
-    """Makes keys and values from latents: `kv_b_proj` of the checkpoint, split by head.
+    """Projects latents to keys and values: `kv_b_proj` of the checkpoint, split by head.
 
     Attributes:
         key_up: [kv_lora_rank, qk_nope_head_dim] per head.
         value_up: [v_head_dim, kv_lora_rank] per head.
-        stored: the quantization of the stored matrices; None for floats and for GGUF blocks.
+        stored: how the checkpoint quantizes the matrix; None: floats, or GGUF blocks.
     """
 
     def __init__(
-        self, path: str, latent: MLAConfig, heads: int, context: ModelContext,
+        self, path: str, mla: MLAConfig, heads: int, context: ModelContext,
         stored: StoredQuantization | None,
     ) -> None:  # fmt: skip
         super().__init__()
-        local, rank = context.shard.split(heads), latent.kv_lora_rank
-        keys, values = latent.qk_nope_head_dim, latent.v_head_dim
+        local, rank = context.shard.split(heads), mla.kv_lora_rank
+        keys, values = mla.qk_nope_head_dim, mla.v_head_dim
         self.key_up = PerHeadLinear(f"{path}.key_up", local, rank, keys, context)
         self.value_up = PerHeadLinear(f"{path}.value_up", local, values, rank, context)
         self.shape = heads * (keys + values), rank
@@ -114,10 +117,10 @@ class KVUpProjection(Layer):
 
     def weight_slots(self, path: str) -> dict[str, WeightSlot]:
         """The slot of the checkpoint's matrix, which is dequantized if it is quantized. A GGUF file
-        may have two matrices instead; its key matrix has this layer's order."""
-        apart = {"k_b_proj": self.key_up, "v_b_proj": self.value_up}
-        beside, own = path.rpartition(".")[0], self.stored and self.stored.of(path)
-        pieces = {f"{beside}.{name}.weight": self._own(each) for name, each in apart.items()}
+        may have two matrices instead, whose key matrix is already in this layer's order."""
+        split = {"k_b_proj": self.key_up, "v_b_proj": self.value_up}
+        parent, own = path.rpartition(".")[0], self.stored and self.stored.of(path)
+        pieces = {f"{parent}.{name}.weight": self._slot(linear) for name, linear in split.items()}
         if own:
             from nanoengine.layers.quantized_formats import FORMATS
 
@@ -129,72 +132,72 @@ class KVUpProjection(Layer):
         slot = WeightSlot(shape=self.shape, part=(self.part,), store=self.store, pieces=pieces)
         return {f"{path}.weight": replace(slot, pieces_only=bool(own))}
 
-    def _own(self, each: PerHeadLinear) -> WeightSlot:
+    def _slot(self, linear: PerHeadLinear) -> WeightSlot:
         """The slot of all heads' matrices, concatenated along the rows."""
-        heads, outputs, inputs = each.shape
+        heads, outputs, inputs = linear.shape
         shape = (self.shard.world_size * heads * outputs, inputs)
         part = self.shard.slice(shape[0], "num_attention_heads")
-        store = lambda rows: each.load(rows.view(each.shape))  # noqa: E731
+        store = lambda rows: linear.load(rows.view(linear.shape))  # noqa: E731
         return WeightSlot(shape=shape, part=(part,), store=store)
 
     def store(self, stored: torch.Tensor) -> None:
         """Loads this rank's rows of the checkpoint's matrix: per head, first keys, then values."""
-        heads, _, still = self.key_up.shape
-        of_heads = stored.view(heads, -1, stored.shape[1])
-        self.key_up.load(of_heads[:, :still].transpose(1, 2))
-        self.value_up.load(of_heads[:, still:])
+        heads, _, nope_dim = self.key_up.shape
+        by_head = stored.view(heads, -1, stored.shape[1])
+        self.key_up.load(by_head[:, :nope_dim].transpose(1, 2))
+        self.value_up.load(by_head[:, nope_dim:])
 
 
 class MLAAttention(Layer):
     """Attention over latents, with its projections; heads are split over ranks, the latent is not.
 
     Attributes:
-        rotate_and_store_latents: the backend's kernel for norm, RoPE and store in one; None: it
-            has none.
+        rotate_and_store_latents: the backend's fused kernel for norm, RoPE and store; None: it has
+            none, and `_attend_unfused` does the same in plain torch.
     """
 
     name, needs_torch, norm_weights = "self_attn", False, None
 
     def __init__(self, path: str, index: int, config: ModelConfig, context: ModelContext) -> None:
         super().__init__()
-        plan, latent, backend = config.plan, config.plan.latent, context.kernels.attention
-        assert latent is not None
-        self.latent, hidden, heads = latent, config.hidden_size, config.num_attention_heads
-        into, name, self.q_a = hidden, "q_proj", None
-        if latent.q_lora_rank:
+        plan, mla, backend = config.plan, config.plan.mla, context.kernels.attention
+        assert mla is not None
+        self.mla, hidden, heads = mla, config.hidden_size, config.num_attention_heads
+        q_inputs, name, self.q_a = hidden, "q_proj", None
+        if mla.q_lora_rank:
             self.q_a = replicated_linear(
-                f"{path}.q_a_proj", hidden, latent.q_lora_rank, context, bias=plan.qkv_bias
+                f"{path}.q_a_proj", hidden, mla.q_lora_rank, context, bias=plan.qkv_bias
             )
-            self.q_a_layernorm = RMSNorm(latent.q_lora_rank, NORM_EPS, context=context)
-            into, name = latent.q_lora_rank, "q_b_proj"
-        size = heads * (latent.qk_nope_head_dim + latent.qk_rope_head_dim)
-        self.q = MergedLinear(f"{path}.{name}", into, {name: size}, context=context)
+            self.q_a_layernorm = RMSNorm(mla.q_lora_rank, NORM_EPS, context=context)
+            q_inputs, name = mla.q_lora_rank, "q_b_proj"
+        size = heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim)
+        self.q = MergedLinear(f"{path}.{name}", q_inputs, {name: size}, context=context)
         self.kv_a = replicated_linear(
-            f"{path}.kv_a_proj_with_mqa", hidden, latent.size, context, bias=plan.qkv_bias
+            f"{path}.kv_a_proj_with_mqa", hidden, mla.size, context, bias=plan.qkv_bias
         )
         if plan.rope_interleaved:
-            put_in_halves(self.q, latent.qk_nope_head_dim, latent.qk_rope_head_dim)
-            put_in_halves(self.kv_a, latent.kv_lora_rank, latent.qk_rope_head_dim)
-        self.kv_a_layernorm = RMSNorm(latent.kv_lora_rank, NORM_EPS, context=context)
-        # Why exact: an 8-bit integer times its scale is not exact in 16 bits.
+            deinterleave_rope(self.q, mla.qk_nope_head_dim, mla.qk_rope_head_dim)
+            deinterleave_rope(self.kv_a, mla.kv_lora_rank, mla.qk_rope_head_dim)
+        self.kv_a_layernorm = RMSNorm(mla.kv_lora_rank, NORM_EPS, context=context)
+        # Why not 16 bits: they cannot represent an 8-bit integer times its scale exactly.
         stored = config.quantization
-        exact = context if stored is None else replace(context, weight_dtype=None)
+        exact_context = context if stored is None else replace(context, weight_dtype=None)
         read = stored if stored and stored.format != "gguf" else None
-        self.kv_b_proj = KVUpProjection(f"{path}.kv_b_proj", latent, heads, exact, read)
+        self.kv_b_proj = KVUpProjection(f"{path}.kv_b_proj", mla, heads, exact_context, read)
         self.o_proj = RowParallelLinear(
-            f"{path}.o_proj", heads * latent.v_head_dim, hidden, bias=plan.output_bias,
+            f"{path}.o_proj", heads * mla.v_head_dim, hidden, bias=plan.output_bias,
             context=context,
         )  # fmt: skip
         self.rotate_and_store_latents = getattr(backend, "rotate_and_store_latents", None)
         rope = config.ropes[index]
-        growth = 1.0 if rope is None else rope.score_factor
+        score_factor = 1.0 if rope is None else rope.score_factor
         self.attention = Attention(
             AttentionSpec(
                 num_heads=context.shard.split(heads),
                 num_kv_heads=1,
-                head_dim=latent.size,
-                scale=(latent.qk_nope_head_dim + latent.qk_rope_head_dim) ** -0.5 * growth,
-                value_dim=latent.kv_lora_rank,
+                head_dim=mla.size,
+                scale=(mla.qk_nope_head_dim + mla.qk_rope_head_dim) ** -0.5 * score_factor,
+                value_dim=mla.kv_lora_rank,
             ),
             backend,
         )
@@ -202,33 +205,31 @@ class MLAAttention(Layer):
     def forward(
         self, x: torch.Tensor, rotation: Rotation, batch: Batch, rows: torch.Tensor | None
     ) -> torch.Tensor:
-        """All tokens store their vector and attend; only the outputs in `rows` are returned."""
-        latent, up = self.latent, self.kv_b_proj
+        """Stores all tokens' latents and attends; returns the outputs of `rows` only."""
+        mla, up = self.mla, self.kv_b_proj
         queries = x if self.q_a is None else self.q_a_layernorm(self.q_a(x), None)[0]
-        q = self.q(queries).view(len(x), -1, latent.qk_nope_head_dim + latent.qk_rope_head_dim)
-        vector = self.kv_a(x)
+        q = self.q(queries).view(len(x), -1, mla.qk_nope_head_dim + mla.qk_rope_head_dim)
+        kv = self.kv_a(x)
         if self.rotate_and_store_latents is None:
-            attended = self._attend_by_parts(q, vector, rotation, batch)
+            attended = self._attend_unfused(q, kv, rotation, batch)
         else:
             norm, cache = self.kv_a_layernorm, self.attention.cache
-            nope = q[..., : latent.qk_nope_head_dim]
-            q = self.rotate_and_store_latents(
-                q, vector, rotation, norm.weight, norm.eps, cache, batch
-            )
-            up.key_up(nope, q[..., : latent.kv_lora_rank])
+            nope = q[..., : mla.qk_nope_head_dim]
+            q = self.rotate_and_store_latents(q, kv, rotation, norm.weight, norm.eps, cache, batch)
+            up.key_up(nope, q[..., : mla.kv_lora_rank])
             attended = self.attention.backend.attend(q, cache, batch)
         attended = select_rows(attended, rows)
         return self.o_proj(up.value_up(attended).flatten(1))
 
-    def _attend_by_parts(
-        self, q: torch.Tensor, vector: torch.Tensor, rotation: Rotation, batch: Batch
+    def _attend_unfused(
+        self, q: torch.Tensor, kv: torch.Tensor, rotation: Rotation, batch: Batch
     ) -> torch.Tensor:
-        """Norm, RoPE and store in plain torch, for any backend."""
-        latent, up = self.latent, self.kv_b_proj
-        vector, rope = vector.split((latent.kv_lora_rank, latent.qk_rope_head_dim), dim=1)
-        vector = self.kv_a_layernorm(vector.contiguous(), None)[0].unsqueeze(1)
-        nope, q_rope = q.split((latent.qk_nope_head_dim, latent.qk_rope_head_dim), dim=2)
-        turned = rotate(torch.cat((q_rope, rope.unsqueeze(1)), dim=1), rotation, None)
-        q = torch.cat((up.key_up(nope), turned[:, :-1]), dim=2)
-        kv = torch.cat((vector, turned[:, -1:]), dim=2)
-        return self.attention.backend.forward(q, kv, vector, self.attention.cache, batch)
+        """Applies norm and RoPE, stores, and attends, in plain torch on top of any backend."""
+        mla, up = self.mla, self.kv_b_proj
+        latent, rope = kv.split((mla.kv_lora_rank, mla.qk_rope_head_dim), dim=1)
+        latent = self.kv_a_layernorm(latent.contiguous(), None)[0].unsqueeze(1)
+        nope, q_rope = q.split((mla.qk_nope_head_dim, mla.qk_rope_head_dim), dim=2)
+        rotated = rotate(torch.cat((q_rope, rope.unsqueeze(1)), dim=1), rotation, None)
+        q = torch.cat((up.key_up(nope), rotated[:, :-1]), dim=2)
+        kv = torch.cat((latent, rotated[:, -1:]), dim=2)
+        return self.attention.backend.forward(q, kv, latent, self.attention.cache, batch)

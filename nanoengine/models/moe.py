@@ -1,4 +1,4 @@
-"""SparseMLP: the mixture of experts that replaces a layer's MLP."""
+"""SparseMLP: a mixture of experts in place of a layer's MLP."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ class SharedGate(FullPrecisionLinear):
 
 
 class SparseMLP(Layer):
-    """A router (`gate` in the checkpoint), its experts, and an MLP shared by all tokens.
+    """A router (`gate` in the checkpoint), its experts, and a shared expert that all tokens use.
 
     Args:
-        shared: the class of the shared MLP.
-        plain: the activation of experts without a gate.
+        shared_class: the class of the shared expert.
+        ungated: the activation of experts without a gate; None: experts have a gate.
 
     Attributes:
-        routed: computes router and experts, [T, hidden_size] -> the same. After loading, one call
-            may replace the two; it may include the shared MLP.
+        routed: computes router and experts, [T, hidden_size] -> the same. After loading, a fused
+            kernel may replace it, which may include the shared expert (`adds_shared`).
     """
 
     def __init__(
@@ -38,8 +38,8 @@ class SparseMLP(Layer):
         path: str,
         config: ModelConfig,
         context: ModelContext,
-        shared: type[Layer] = GatedMLP,
-        plain: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        shared_class: type[Layer] = GatedMLP,
+        ungated: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
         super().__init__()
         moe, hidden = config.moe, config.hidden_size
@@ -49,15 +49,16 @@ class SparseMLP(Layer):
             from nanoengine.layers.routers import SparseMixer as router
         self.gate = router(f"{path}.gate", hidden, moe, context=context)
         self.experts = Experts(
-            f"{path}.experts", hidden, moe, config.plan.hidden_act, plain, context=context
+            f"{path}.experts", hidden, moe, config.plan.hidden_act, ungated, context=context
         )
         self.shared_experts = self.shared_expert_gate = None
         if moe.shared_size:
-            self.shared_experts = shared(f"{path}.shared_experts", moe.shared_size, config, context)
+            name = f"{path}.shared_experts"
+            self.shared_experts = shared_class(name, moe.shared_size, config, context)
         if moe.shared_gate:
             name = f"{path}.shared_expert_gate"
             self.shared_expert_gate = SharedGate(name, hidden, 1, bias=False, context=context)
-        self.routed: Callable[[torch.Tensor], torch.Tensor] = self._one_by_one
+        self.routed: Callable[[torch.Tensor], torch.Tensor] = self._sequential_experts
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out = self.routed(x)
@@ -70,14 +71,14 @@ class SparseMLP(Layer):
 
     @property
     def graph_safe(self) -> bool:
-        """Whether it decides nothing on the host. Computing experts one by one does: it needs the
-        number of rows per expert."""
+        """Whether it makes no decision on the host. `_sequential_experts` does: it reads the number
+        of tokens per expert."""
         return getattr(self.routed, "graph_safe", False)
 
-    def _one_by_one(self, x: torch.Tensor) -> torch.Tensor:
+    def _sequential_experts(self, x: torch.Tensor) -> torch.Tensor:
         return self.experts(x, *self.gate(x))
 
 
-def mixtures(model: nn.Module) -> list[Any]:
-    """The model's mixtures that kernels may compute: each has a `gate`, `experts` and `routed`."""
+def moe_layers(model: nn.Module) -> list[Any]:
+    """Modules whose `routed` a kernel may replace; they have a `gate` and `experts` too."""
     return [module for module in model.modules() if hasattr(module, "routed")]

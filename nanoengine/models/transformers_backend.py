@@ -34,7 +34,7 @@ from nanoengine.layers.layer import Layer, ModelContext
 from nanoengine.settings.checks import truncate
 
 INTERFACE = "nanoengine"
-ROUTERS = ("gate", "router", "classifier")
+ROUTERS = ("gate", "router", "classifier", "wg")
 """Last parts of the names of linear layers that stay transformers' own. Why: a rounded router would
 choose other experts."""
 IGNORED = frozenset((
@@ -169,7 +169,7 @@ class TransformersLM(Layer):
     """
 
     graph_safe = False
-    state_layers: tuple[Layer, ...] = ()
+    recurrent_layers: tuple[Layer, ...] = ()
     key_factors = ()
 
     def __init__(
@@ -188,15 +188,18 @@ class TransformersLM(Layer):
             for module in self.whole.modules():
                 vars(module)["step"] = self.step
             calls = self.check(*self.probe(context.device))
+            self.swap_linears(context)
+            self.whole.to(context.dtype)
+            first = torch.zeros(1, dtype=torch.long, device=context.device)
+            self.logits(self.body(first, first))  # some modules read a linear layer's weight
         except Exception as error:  # transformers' modules raise anything
             raise UnsupportedModelError(
                 f"{config.architecture} cannot run in transformers' modules: {truncate(error)}"
             ) from error
-        self.swap_linears(context)
-        self.whole.to(context.dtype)
         self.attention_layers = [Attention(spec, context.kernels.attention) for _, spec in calls]
         for (module, _), attention in zip(calls, self.attention_layers, strict=True):
             vars(module)["paged"] = attention
+        self.step.calls, self.step.past = [], {}
 
     def swap_linears(self, context: ModelContext) -> None:
         """Replaces the body's linear layers by this engine's. The head stays: it may be tied."""

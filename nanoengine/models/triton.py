@@ -1,9 +1,9 @@
 """TritonKernels: the kernel set of a GPU, in Triton; matrix products use cuBLAS.
 
-Plain torch reads and writes a row once per operation, and launches a kernel for it. One kernel for
-all operations of a norm or a gate saves that memory traffic. This file chooses grids, widths and
-warps; the arithmetic is in `kernels/triton_layers.py`. `layers.kernels.Kernels` is the readable
-form; tests/layers/test_triton_ops.py compares the two.
+In plain torch every operation launches a kernel that reads and writes whole tensors. Here a norm or
+a gate is one kernel, which saves that memory traffic. This file chooses grids, widths and warps;
+the arithmetic is in `kernels/triton_layers.py`. `layers.kernels.Kernels` is the reference
+implementation; tests/layers/test_triton_ops.py compares the two.
 
 The kernels have run in Triton's interpreter and been compiled ahead of time for sm_80, sm_89 and
 sm_90. They have not run on a GPU yet.
@@ -30,10 +30,10 @@ from nanoengine.models.decoder import CausalLM
 
 
 class TritonKernels(Kernels):
-    """Norms and gates that read each row once and write it once.
+    """Norms and gates that read and write each element once.
 
-    Results differ from `Kernels` by the order of a row's sum and by the last bit of the
-    exponential. With a deterministic backend all linear layers use one matrix product with a fixed
+    Results differ from `Kernels` only in the order of the sums of norms and in the last bit of
+    exponentials. With a deterministic backend all linear layers use one GEMM kernel with a fixed
     tile.
 
     Raises:
@@ -43,8 +43,8 @@ class TritonKernels(Kernels):
     def __init__(self, attention: AttentionBackend, *, dtype: torch.dtype) -> None:
         if dtype not in DTYPES:
             raise ConfigError(
-                f"fused layers compute float16, bfloat16 and float32, got {dtype}: set dtype, or"
-                " attention_backend='naive'"
+                f"the Triton kernels support float16, bfloat16 and float32, got {dtype}: set dtype,"
+                " or attention_backend='naive'"
             )
         self.deterministic = getattr(attention, "deterministic", False)
         super().__init__(attention, TritonLinear if self.deterministic else UnquantizedLinear)
@@ -91,46 +91,46 @@ class TritonKernels(Kernels):
         )  # fmt: skip
         return out
 
-    def quantized_kind(self) -> Callable[..., LinearMethod | None] | None:
+    def quantized_linear_factory(self) -> Callable[..., LinearMethod | None] | None:
         if self.deterministic:
             return None
-        from nanoengine.layers.triton_quantized import triton_kind
+        from nanoengine.layers.triton_quantized import make_triton_linear
 
-        return triton_kind
+        return make_triton_linear
 
     def fuse(self, model: CausalLM) -> None:
-        """Replaces mixtures of experts by grouped launches, and recurrent layers by their
+        """Replaces mixtures of experts by grouped GEMMs, and the rules of recurrent layers by their
         kernels."""
         if model.config.moe is not None:
             from nanoengine.layers.triton_experts import TritonExperts
-            from nanoengine.models.moe import mixtures
+            from nanoengine.models.moe import moe_layers
 
-            for mlp in mixtures(model):
-                if TritonExperts.takes(mlp.experts):
+            for mlp in moe_layers(model):
+                if TritonExperts.supports(mlp.experts):
                     mlp.routed = TritonExperts(mlp.gate, mlp.experts)
         if model.config.states is not None:
             from nanoengine.layers import triton_linear_attention
             from nanoengine.models.linear_attention import GatedDeltaNet
 
-            for mixer in model.state_layers:
+            for mixer in model.recurrent_layers:
                 if isinstance(mixer, GatedDeltaNet):
                     kernel = triton_linear_attention.TritonDelta(mixer)
                     decays = mixer.decay.a_log, mixer.decay.dt_bias
-                    mixer.gates_of = functools.partial(triton_linear_attention.delta_gates, *decays)
-                    mixer.norm_of = functools.partial(
-                        triton_linear_attention.gate_norm, mixer.norm.weight
+                    mixer.gates_fn = functools.partial(triton_linear_attention.delta_gates, *decays)
+                    mixer.norm_fn = functools.partial(
+                        triton_linear_attention.gated_rms_norm, mixer.norm.weight
                     )
                 elif mixer.plan.kind == "mamba":
                     from nanoengine.layers.triton_mamba import TritonMamba
 
                     kernel = TritonMamba(mixer)
-                    mixer.gates_of, mixer.gated_of = kernel.gates, kernel.gated
+                    mixer.gates_fn, mixer.gated_norm_fn = kernel.gates, kernel.gate_and_norm
                 else:
                     kernel = triton_linear_attention.TritonConv(mixer.conv)
                 mixer.decode_fn, mixer.prefill_fn = kernel.step, kernel.scan
                 mixer.graph_safe = True
         methods = [module for module in model.modules() if isinstance(module, LinearMethod)]
-        kinds = Counter(method.product or "floats, by torch" for method in methods)
+        kinds = Counter(method.product or "floats, in torch" for method in methods)
         self.products = tuple(f"{count} matrices: {kind}" for kind, count in kinds.items())
 
 
@@ -141,7 +141,7 @@ GATE_WIDTH = 1024
 def norm_warps(size: int) -> int:
     """Warps that share a row of `size` elements.
 
-    Why 256 elements per warp: 8 per thread are one load of 16 bytes. More than 16 warps would wait
-    for each other longer than they read.
+    Why 256 elements per warp: 8 per thread are one load of 16 bytes. More than 16 warps would spend
+    more time on synchronization than on reading.
     """
     return min(max(next_power_of_2(size) // 256, 1), 16)

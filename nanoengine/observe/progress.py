@@ -1,7 +1,7 @@
 """ProgressBar: finished requests and tokens per second of one call, as a tqdm bar on stderr.
 
-It is an `Observer`, which `showing` adds to an engine during a call. It only reads the scheduler's
-counters.
+It is an `Observer`, which `progress_bar` adds to an engine during a call. It only reads the
+scheduler's counters.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ class ProgressBar:
         prefill = (stats.prefill_tokens - zero.prefill_tokens) / elapsed
         output = (stats.output_tokens - zero.output_tokens) / elapsed
         self._bar.update(stats.finished_requests - self._finished)
-        # Why none: embeddings and scores have no output tokens.
-        told = f", output {output:,.0f} tok/s" * (output > 0)
-        self._bar.set_postfix_str(f"prefill {prefill:,.0f} tok/s{told}")
+        # Why not always: embeddings and scores have no output tokens.
+        output_speed = f", output {output:,.0f} tok/s" * (output > 0)
+        self._bar.set_postfix_str(f"prefill {prefill:,.0f} tok/s{output_speed}")
         self._finished = stats.finished_requests
 
 
 @contextlib.contextmanager
-def showing(
+def progress_bar(
     progress: bool | Callable[..., Any], engine: LLMEngine, total: int | None
 ) -> Iterator[None]:
     """Shows a progress bar inside the context, if one was requested.
@@ -76,8 +76,8 @@ def showing(
         return
     if not callable(progress):
         from tqdm import tqdm as progress  # Why here: only bars need tqdm.
-    made = progress(total=total, desc="Requests", unit="req", dynamic_ncols=True)
-    bar = ProgressBar(made, engine.scheduler.stats)
+    tqdm_bar = progress(total=total, desc="Requests", unit="req", dynamic_ncols=True)
+    bar = ProgressBar(tqdm_bar, engine.scheduler.stats)
     engine.observers.append(bar)
     try:
         yield

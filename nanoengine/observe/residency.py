@@ -1,10 +1,10 @@
 """Residency: how long cached content stays in the pool, is idle, and waits for its reuse.
 
-It shows whether the pool is too large or too small. If content is idle for long before it is
+It shows whether the pool is too large or too small. If content is idle for a long time before it is
 removed, a smaller pool is enough. If reuse gaps are as long as lifetimes, content is often removed
 just before its next use, and a larger pool would have more hits.
 
-Add it to `BlockPool.observers`; it samples the blocks.
+Add it to `BlockPool.observers`. By default, it observes one block in 16.
 
     stored ──── in use ──── freed ─────────► reused ──── freed ──────────► removed
     │                         └─ reuse gap ─┘              └── idle time ──┘ │

@@ -25,11 +25,11 @@ Computed = tuple[Sequence, int, int, int]
 
 
 def is_decode(seq: Sequence, start: int, num_tokens: int, num_logits: int) -> bool:
-    """Whether a row computes a token that was sampled, and possibly draft tokens after it."""
+    """Whether a sequence computes its last sampled token, and possibly draft tokens after it."""
     return num_tokens <= num_logits and start >= seq.num_prompt_tokens
 
 
-class Who(NamedTuple):
+class Label(NamedTuple):
     """The request of a sequence, and the index of the sequence within it.
 
     Why not the sequence itself: a long run has many sequences, each with its tokens in memory.
@@ -46,8 +46,8 @@ class Step(NamedTuple):
     Attributes:
         time_s: the time after the commit, since the observer was created.
         rows: row -> its sequence when the step was planned.
-        seen: the results of `look` for this step and, before it, for failed steps since the last
-            commit.
+        inspected: the results of `inspect_plan` for this step and, before it, for failed steps
+            since the last commit.
         arrived: requests queued since the previous step.
         ended: sequences that ended since the previous step.
     """
@@ -56,7 +56,7 @@ class Step(NamedTuple):
     result: StepResult
     time_s: float
     rows: dict[int, Sequence]
-    seen: list[Any]
+    inspected: list[Any]
     arrived: list[Request]
     ended: list[Sequence]
 
@@ -78,28 +78,28 @@ class Step(NamedTuple):
 
 
 class StepObserver:
-    """Calls `look` when a step is planned, and `step` when it is committed.
+    """Calls `inspect_plan` when a step is planned, and `step` when it is committed.
 
     Args:
         scheduler: the scheduler of the run.
         clock: returns seconds; `Replay.clock` returns seconds since the trace began.
 
     Attributes:
-        who: sequence -> its request and index; includes sequences that have ended.
+        labels: sequence -> its request and index; includes sequences that have ended.
     """
 
     def __init__(
         self, scheduler: Scheduler, clock: Callable[[], float] = time.perf_counter
     ) -> None:
         self.scheduler = scheduler
-        self.who: dict[int, Who] = {}
+        self.labels: dict[int, Label] = {}
         self._requests: dict[str, Request] = {}  # unfinished ones
         self.start_s, self._clock = clock(), clock
         self._planned: dict[int, tuple[dict[int, Sequence], Any]] = {}  # step -> rows, seen
         self._arrived: list[Request] = []
-        self._know(scheduler.running)
+        self._add_labels(scheduler.running)
 
-    def look(self, plan: StepPlan, rows: dict[int, Sequence]) -> Any:
+    def inspect_plan(self, plan: StepPlan, rows: dict[int, Sequence]) -> Any:
         """Returns what `step` needs to know about blocks after planning; `rows` as in `Step`."""
 
     def step(self, step: Step) -> None:
@@ -109,43 +109,43 @@ class StepObserver:
     def on_request(self, request: Request) -> None:
         """A request was queued."""
         self._arrived.append(request)
-        self._know(request.sequences)
+        self._add_labels(request.sequences)
 
     def on_plan(self, plan: StepPlan) -> None:
         """A step was planned."""
         rows = {seq.row: seq for seq in self.scheduler.running}
         if plan.forks or plan.admitted:
-            self._know(rows.values())
-        if any(gone.seq_id not in self.who for gone in plan.preempted):
+            self._add_labels(rows.values())
+        if any(preempted.seq_id not in self.labels for preempted in plan.preempted):
             # Why: a sequence that was forked between two steps has not been in a plan yet.
-            self._know(chain.from_iterable(r.sequences for r in self._requests.values()))
-        self._planned[plan.step] = rows, self.look(plan, rows)
+            self._add_labels(chain.from_iterable(r.sequences for r in self._requests.values()))
+        self._planned[plan.step] = rows, self.inspect_plan(plan, rows)
 
     def on_step(self, plan: StepPlan, result: StepResult, scheduler: object) -> None:
         """A step was committed; ignored if it was planned before this observer existed."""
         if plan.step in self._planned:
             planned = [self._planned.pop(n) for n in sorted(self._planned) if n <= plan.step]
-            rows, seen = planned[-1][0], [seen for _, seen in planned]
+            rows, inspected = planned[-1][0], [inspected for _, inspected in planned]
             arrived, self._arrived = self._arrived, []
-            ended, time_s = self.scheduler.last_ended, self._clock() - self.start_s
-            self._know(ended)
-            self.step(Step(plan, result, time_s, rows, seen, arrived, ended))
+            ended, time_s = self.scheduler.last_ended_seqs, self._clock() - self.start_s
+            self._add_labels(ended)
+            self.step(Step(plan, result, time_s, rows, inspected, arrived, ended))
             for seq in ended:
                 if seq.request.finished:
                     self._requests.pop(seq.request.request_id, None)
 
     def name(self, seq_id: int) -> str:
         """ "request 7", or "sequence 12 of request 7" if it is not the first of its request."""
-        if seq_id not in self.who:
+        if seq_id not in self.labels:
             return f"sequence {seq_id}"
-        who = self.who[seq_id]
-        fork = f"sequence {seq_id} of " if who.index else ""
-        return f"{fork}request {who.request_id}"
+        label = self.labels[seq_id]
+        fork = f"sequence {seq_id} of " if label.index else ""
+        return f"{fork}request {label.request_id}"
 
-    def _know(self, sequences: Iterable[Sequence]) -> None:
+    def _add_labels(self, sequences: Iterable[Sequence]) -> None:
         for seq in sequences:
-            if seq.seq_id not in self.who:
+            if seq.seq_id not in self.labels:
                 request = seq.request
-                self.who[seq.seq_id] = Who(request.request_id, request.priority, seq.index)
+                self.labels[seq.seq_id] = Label(request.request_id, request.priority, seq.index)
                 if not request.finished:
                     self._requests[request.request_id] = request

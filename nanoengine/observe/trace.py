@@ -4,11 +4,11 @@
                      └─► a line: the call's arguments, the sampled tokens
 
 The core is deterministic: its plans depend only on requests, sampled tokens, aborts, forks, drafts,
-the choices of choosers, stop strings and the answers of a disk. A trace contains these, times, and
-a digest of each plan, with which a reader detects that its core plans differently.
+the choices of choosers, stop strings and the results of a disk tier. A trace contains these, times,
+and a digest of each plan, with which a reader detects that its core plans differently.
 docs/trace.md describes the format; `trace_reader.read_trace` reads it.
 
-It taps the public methods of one Scheduler (`hooks.py`), and changes nothing.
+It hooks the public methods of one Scheduler (`hooks.py`), and changes nothing.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from nanoengine.core.plan import StepPlan, StepResult
 from nanoengine.core.scheduler import Scheduler
 from nanoengine.core.sequence import Request, Sequence, SequenceMoves
 from nanoengine.core.speculation import enable_extras
-from nanoengine.core.tiers.disk import Finished, NoDisk
+from nanoengine.core.tiers.disk import FinishedCopy, NoDisk
 from nanoengine.core.tiers.tiered_cache import TieredPrefixCache
 from nanoengine.engine import LLMEngine
 from nanoengine.errors import ConfigError
-from nanoengine.observe.hooks import Taps, after_call
+from nanoengine.observe.hooks import Hooks, after_call
 from nanoengine.observe.metrics import times_of
-from nanoengine.observe.traced_disk import disk_answer, disk_contents
+from nanoengine.observe.traced_disk import disk_contents, disk_result
 from nanoengine.settings.config import EngineConfig
 from nanoengine.version import __version__
 
@@ -48,12 +48,12 @@ FORMAT = (2, 0)
 FLUSH_S = 1.0
 """Interval of flushes: a killed process loses at most the lines of this time [s]."""
 LIMITS = ("max_num_seqs", "max_num_batched_tokens", "chunked_prefill", "long_prefill_threshold")
-"""Arguments of a Scheduler other than its block manager and its policy."""
+"""Arguments of a Scheduler, without its block manager and its policy."""
 PARAMS = ("n", "min_tokens", "stop", "prompt_logprobs", "prompt_logprobs_start")
 """The sampling parameters that the core reads."""
-DECIDED = ("released", "chosen_tokens", "table_updates", "transfers", "block_copies", "preempted",
-           "waits")  # fmt: skip
-"""Lists of a plan that are empty in most steps; a digest includes all of them."""
+PLAN_LISTS = ("released", "chosen_tokens", "table_updates", "transfers", "block_copies",
+              "preempted", "waits")  # fmt: skip
+"""Lists of a plan that are empty in most steps. A digest includes them if any is not empty."""
 
 logger = logging.getLogger(__name__)
 
@@ -97,133 +97,129 @@ class Trace(contextlib.AbstractContextManager["Trace"]):
     ) -> None:
         if scheduler.stats.steps or scheduler.has_unfinished:
             raise ConfigError(
-                f"trace={fspath(path)!r}: a trace begins with its engine, and this engine has run"
-                f" {scheduler.stats.steps} steps or has requests: give trace where it is built"
+                f"trace={fspath(path)!r}: only a new engine can be traced, and this engine has run"
+                f" {scheduler.stats.steps} steps or has requests: pass trace when you create it"
             )
         self._scheduler, self._end = scheduler, steps[1]
         self._file = _open(fspath(path))
         self._start_s = self._flushed_s = time.perf_counter()
-        self._is_over = False
-        self._answers: dict[str, list[Any]] = {}  # of other objects, in the current call
+        self._is_closed = False
+        self._results: dict[str, list[Any]] = {}  # of other objects, in the current call
         self._committed: tuple[dict[str, Any], StepResult] | None = None  # not written yet
         cache = scheduler.block_manager.prefix_cache
         self._tiers = cache if isinstance(cache, TieredPrefixCache) else None
         # Why: the decisions of a TieredPrefixCache depend on these times.
-        self._exact = ("load", "forward") if self._tiers else ()
+        self._unrounded = ("load", "forward") if self._tiers else ()
         has_disk = self._tiers is not None and not isinstance(self._tiers.storage, NoDisk)
         self._disk = self._tiers.storage if has_disk else None
-        self._taps = Taps(
-            (scheduler, "add", after_call(self._added)),
-            (scheduler, "schedule", after_call(self._planned)),
-            (scheduler, "commit", after_call(self._taken)),
-            (scheduler, "end", after_call(self._ended)),
+        self._hooks = Hooks(
+            (scheduler, "add", after_call(self._on_add)),
+            (scheduler, "schedule", after_call(self._on_schedule)),
+            (scheduler, "commit", after_call(self._on_commit)),
+            (scheduler, "end", after_call(self._on_end)),
             (
                 scheduler,
                 "abort",
-                after_call(lambda _, request: self._tell({"abort": request.arrival})),
+                after_call(lambda _, req: self._write_call({"abort": req.arrival})),
             ),
-            (enable_extras(scheduler), "fork", after_call(self._forked)),
-            (scheduler, "recover", self._recover),
-            (
-                cache,
-                "evict",
-                after_call(lambda _, block_ids: self._tell({"evict": list(block_ids)})),
-            ),
-            (cache, "reset", after_call(lambda _: self._tell({"reset": True}))),
-            *([(self._disk, "collect", after_call(self._collected))] if self._disk else []),
+            (enable_extras(scheduler), "fork", after_call(self._on_fork)),
+            (scheduler, "recover", self._on_recover),
+            (cache, "evict", after_call(lambda _, ids: self._write_call({"evict": list(ids)}))),
+            (cache, "reset", after_call(lambda _: self._write_call({"reset": True}))),
+            *([(self._disk, "collect", after_call(self._on_collect))] if self._disk else []),
         )
-        self._tell(_header(scheduler) | {"first": steps[0]} | self._held() | dict(about or {}))
+        header = _header(scheduler) | {"first": steps[0]} | self._disk_contents()
+        self._write_call(header | dict(about or {}))
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
     def close(self) -> None:
         """Ends the file; may be called twice."""
-        if not self._is_over:
-            self._tell({"end": True})
+        if not self._is_closed:
+            self._write_call({"end": True})
             self._stop()
 
     def on_step(self, plan: StepPlan, result: StepResult, scheduler: object) -> None:
         """Writes the committed step; all of its times are known now."""
-        self._tell()
+        self._write_call()
         if self._end is not None and plan.step + 1 >= self._end:
             self.close()
 
     # --- inputs of the core -------------------------------------------------------------------
 
-    def _added(self, _: None, request: Request, **more: Any) -> None:
+    def _on_add(self, _: None, request: Request, **kwargs: Any) -> None:
         if request.chooser is not None:
             request.chooser = SimpleNamespace(
                 choose=functools.partial(self._choose, request.chooser.choose)
             )
-        self._tell(_request(request, self._start_s))
+        self._write_call(_request(request, self._start_s))
 
-    def _planned(self, plan: StepPlan) -> None:
+    def _on_schedule(self, plan: StepPlan) -> None:
         drafts = list(plan.draft_token_ids.items())
         line = {"plan": plan.step, "digest": digest(plan)}
-        self._tell(line | {"drafts": drafts} if drafts else line)
+        self._write_call(line | {"drafts": drafts} if drafts else line)
 
-    def _taken(self, _: object, plan: StepPlan, result: StepResult) -> None:
+    def _on_commit(self, _: object, plan: StepPlan, result: StepResult) -> None:
         tokens = result.token_ids
         flat: list[Any] = [*chain.from_iterable(tokens)]
         if not len(flat) == len(tokens) == plan.num_logits.count(1):
             flat = [one[0] if len(one) == 1 else one for one in tokens]
         now_s = round(time.perf_counter() - self._start_s, 6)
-        line = {"step": plan.step, "t": now_s, "sampled": flat} | self._take_answers()
+        line = {"step": plan.step, "t": now_s, "sampled": flat} | self._pop_results()
         if result.errors:
             line["errors"] = list(result.errors.items())
-        self._tell()
+        self._write_call()
         self._committed = line, result
 
-    def _ended(self, _: None, seq: Sequence, reason: str, stop: object = None) -> None:
-        """Notes where a stop string matched, since the trace has no text."""
+    def _on_end(self, _: None, seq: Sequence, reason: str, stop: object = None) -> None:
+        """Records where a stop string matched, because the trace has no text."""
         if isinstance(stop, str):
             ended = seq.request.arrival, seq.index, seq.num_output_tokens, stop
-            self._answers.setdefault("stops", []).append(ended)
+            self._results.setdefault("stops", []).append(ended)
 
-    def _forked(self, child: Sequence, parent: Sequence, next_token_id: int | None = None) -> None:
-        if "chosen" not in self._answers:  # else it is a chooser's move
-            self._tell({"fork": [parent.request.arrival, parent.index, next_token_id]})
+    def _on_fork(self, child: Sequence, parent: Sequence, next_token_id: int | None = None) -> None:
+        if "chosen" not in self._results:  # else it is a chooser's move
+            self._write_call({"fork": [parent.request.arrival, parent.index, next_token_id]})
 
-    def _recover(self, call: Any, requests: Any) -> None:
-        self._answers.clear()  # Why: a failed call has no line.
+    def _on_recover(self, call: Any, requests: Any) -> None:
+        self._results.clear()  # Why: a failed call has no line.
         call(requests)
-        self._tell({"recover": self._scheduler.stats.steps} | self._held())
+        self._write_call({"recover": self._scheduler.stats.steps} | self._disk_contents())
 
     def _choose(self, call: Any, request: Request, moves: SequenceMoves) -> None:
-        noted: list[Any] = []
-        self._answers.setdefault("chosen", []).append([request.arrival, noted])
-        call(request, _Moves(moves, noted))
+        recorded: list[Any] = []
+        self._results.setdefault("chosen", []).append([request.arrival, recorded])
+        call(request, _Moves(moves, recorded))
 
-    def _collected(self, finished: list[Finished], wait_s: float) -> None:
-        self._answers.setdefault("disk", []).append(disk_answer(self._disk, finished))
+    def _on_collect(self, finished: list[FinishedCopy], wait_s: float) -> None:
+        self._results.setdefault("disk", []).append(disk_result(self._disk, finished))
 
-    def _held(self) -> dict[str, Any]:
+    def _disk_contents(self) -> dict[str, Any]:
         """The content of the disk tier's directory when it starts."""
         return {"held": disk_contents(self._tiers)} if self._disk else {}
 
     # --- lines --------------------------------------------------------------------------------
 
-    def _take_answers(self) -> dict[str, Any]:
-        """The answers of other objects during the call that has just returned."""
-        answers = {name: value for name, value in self._answers.items() if any(value)}
-        self._answers.clear()
-        return answers
+    def _pop_results(self) -> dict[str, Any]:
+        """The results of other objects during the call that has just returned."""
+        results = {name: value for name, value in self._results.items() if any(value)}
+        self._results.clear()
+        return results
 
-    def _tell(self, line: dict[str, Any] | None = None) -> None:
-        """Writes the last committed step, unless it is written already, and then the line of a
-        call."""
+    def _write_call(self, line: dict[str, Any] | None = None) -> None:
+        """Writes the last committed step if it is not written yet, then the line of a call."""
         if self._committed is not None:
             (step, result), self._committed = self._committed, None
             times = times_of(result).items()
-            step["s"] = [v if name in self._exact else round(v, 6) for name, v in times]
+            step["s"] = [v if name in self._unrounded else round(v, 6) for name, v in times]
             self._write(step)
         if line is not None:
-            self._write(line | self._take_answers())
+            self._write(line | self._pop_results())
 
     def _write(self, line: Mapping[str, Any]) -> None:
         """Writes a line; if the disk is full, the trace ends and the run continues."""
-        if self._is_over:
+        if self._is_closed:
             return
         try:
             self._file.write(_encode(line) + "\n")
@@ -237,8 +233,8 @@ class Trace(contextlib.AbstractContextManager["Trace"]):
 
     def _stop(self) -> None:
         """Stops observing."""
-        self._is_over = True
-        self._taps.remove()
+        self._is_closed = True
+        self._hooks.remove()
         with contextlib.suppress(OSError):
             self._file.close()
 
@@ -255,9 +251,9 @@ def trace_engine(
     Raises:
         ConfigError: the engine has run already, or the file can't be written.
     """
-    told = ("model_name", "dtype", "device", "attention_backend", "max_model_len", "quantization")
+    keys = ("model_name", "dtype", "device", "attention_backend", "max_model_len", "quantization")
     about = {
-        "model": {name: getattr(engine.info, name) for name in told},
+        "model": {name: getattr(engine.info, name) for name in keys},
         "config": {one.name: getattr(config, one.name) for one in fields(config)} if config else {},
     }
     trace = Trace(path, engine.scheduler, steps=steps, about=about)
@@ -273,7 +269,7 @@ def digest(plan: StepPlan) -> int:
         [(new.row, new.seq_id, new.num_cached_tokens, len(new.token_ids)) for new in plan.admitted],
         [fork[:3] for fork in plan.forks],
         list(plan.draft_token_ids.items()),
-        *(getattr(plan, name) for name in DECIDED),
+        *(getattr(plan, name) for name in PLAN_LISTS),
     ]
     if any(rest):
         summed.update(_encode(rest).encode())
@@ -311,7 +307,7 @@ def _header(scheduler: Scheduler) -> dict[str, Any]:
 def _request(request: Request, start_s: float) -> dict[str, Any]:
     """A request as the core sees it; default values are left out."""
     seq, params = request.sequences[0], request.params
-    usual = {one.name: one.default for one in fields(params)}
+    defaults = {one.name: one.default for one in fields(params)}
     line: dict[str, Any] = {
         "prompt": request.prompt_token_ids,
         "most": seq.max_num_tokens,
@@ -319,7 +315,7 @@ def _request(request: Request, start_s: float) -> dict[str, Any]:
         "priority": request.priority,
         "salt": request.cache_salt,
         "params": {name: getattr(params, name) for name in PARAMS
-                   if getattr(params, name) != usual[name]},
+                   if getattr(params, name) != defaults[name]},
         "follower": request.make_follower is not None,
         "chooser": request.chooser is not None,
         "pooling": params.pooling,
@@ -332,15 +328,15 @@ def _request(request: Request, start_s: float) -> dict[str, Any]:
 
 
 class _Moves:
-    """`SequenceMoves` that notes each move before it is made."""
+    """`SequenceMoves` that records each move before it is made."""
 
-    def __init__(self, moves: SequenceMoves, noted: list[Any]) -> None:
-        self._moves, self._noted = moves, noted
+    def __init__(self, moves: SequenceMoves, recorded: list[Any]) -> None:
+        self._moves, self._recorded = moves, recorded
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        def move(seq: Sequence, *args: Any, **more: Any) -> Any:
-            self._noted.append([name, seq.index, *args, *more.values()])
-            return getattr(self._moves, name)(seq, *args, **more)
+        def move(seq: Sequence, *args: Any, **kwargs: Any) -> Any:
+            self._recorded.append([name, seq.index, *args, *kwargs.values()])
+            return getattr(self._moves, name)(seq, *args, **kwargs)
 
         return move
 

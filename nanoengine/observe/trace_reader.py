@@ -49,9 +49,9 @@ CALLS = {"add", "plan", "step", "abort", "fork", "recover", "evict", "reset"}
 MOVES = {"append_token", "fork", "finish", "drop"}
 """The moves of a chooser."""
 
-Told = dict[str, Any]
+TraceLine = dict[str, Any]
 """A line of a trace."""
-HEADER: Told = {"first": 0, "engine": "?", "date": "?"} | {
+HEADER: TraceLine = {"first": 0, "engine": "?", "date": "?"} | {
     name: {} for name in ("layout", "scheduler", "policy", "tiers", "model", "config")
 }
 """Defaults of a header."""
@@ -70,13 +70,13 @@ class Recording:
     """
 
     path: str
-    header: Told
-    lines: list[tuple[int, Told]] = field(default_factory=list)
+    header: TraceLine
+    lines: list[tuple[int, TraceLine]] = field(default_factory=list)
 
     @property
     def steps(self) -> list[int]:
         """The numbers of the committed steps that are to be shown."""
-        steps = (told["step"] for _, told in self.lines if type(told.get("step")) is int)
+        steps = (entry["step"] for _, entry in self.lines if type(entry.get("step")) is int)
         return [step for step in steps if step >= self.header["first"]]
 
     @property
@@ -104,22 +104,22 @@ def read_trace(path: str | PathLike[str]) -> Recording:
         with open(path, "rb") as raw:
             for number, line in _lines(raw):
                 try:
-                    told = _parsed(line)
+                    entry = _parsed(line)
                     if recording is None:
-                        recording = Recording(path=path, header=_header(path, told))
-                    elif "trace" in told:
+                        recording = Recording(path=path, header=_header(path, entry))
+                    elif "trace" in entry:
                         raise ValueError("another trace begins")
                     else:
-                        recording.lines.append((number, told))
+                        recording.lines.append((number, entry))
                 except (ValueError, RecursionError) as error:
                     if recording is None:
-                        raise TraceError(f"{path} is no trace of nanoengine ({error})") from error
+                        raise TraceError(f"{path} is not a nanoengine trace ({error})") from error
                     if line.endswith(b"\n"):  # else the writing process was killed
                         raise TraceError(f"{path}, line {number}, is damaged: {error}") from error
     except OSError as error:
         raise TraceError(f"{path} can't be read: {error}") from error
     if recording is None:
-        raise TraceError(f"{path} is empty: no trace of nanoengine")
+        raise TraceError(f"{path} is empty, not a nanoengine trace")
     return recording
 
 
@@ -139,14 +139,14 @@ class Replay:
         self._chosen: list[Any] = []  # by choosers in the current call
         self._has_choosers = False
         self.time_s = 0.0
-        held = recording.header.get("held")
-        self._disk = None if held is None else ReplayedDisk(held)
+        contents = recording.header.get("held")
+        self._disk = None if contents is None else ReplayedDisk(contents)
         with _damage(recording, 1):
             self.scheduler = _scheduler(recording.header, self._disk)
-        self._left = deque(recording.lines)
+        self._remaining = deque(recording.lines)
         first = recording.header["first"]
-        while first and self._left and self._left[0][1].get("plan") != first:
-            self._call(*self._left.popleft())
+        while first and self._remaining and self._remaining[0][1].get("plan") != first:
+            self._call(*self._remaining.popleft())
 
     def clock(self) -> float:
         """Returns `time_s`, as the clock of observers."""
@@ -166,47 +166,47 @@ class Replay:
         Raises:
             TraceError: the trace is damaged, or this core plans differently.
         """
-        while self._left:
-            number, told = self._left.popleft()
-            for event, *values in self._call(number, told):
+        while self._remaining:
+            number, entry = self._remaining.popleft()
+            for event, *values in self._call(number, entry):
                 for observer in observers:
                     if hasattr(observer, event):
                         getattr(observer, event)(*values)
                 if event == "on_step":
                     yield values[0], values[1]
 
-    def _call(self, number: int, told: Told) -> list[tuple[Any, ...]]:
+    def _call(self, number: int, entry: TraceLine) -> list[tuple[Any, ...]]:
         """Makes the call of a line; returns the calls of observers."""
         with _damage(self._recording, number):
-            self._stops |= {(a, i, n): str(stop) for a, i, n, stop in told.get("stops", ())}
-            self._chosen = list(told.get("chosen", ()))
+            self._stops |= {(a, i, n): str(stop) for a, i, n, stop in entry.get("stops", ())}
+            self._chosen = list(entry.get("chosen", ()))
             if self._disk is not None:
-                self._disk.answers = list(told.get("disk", ()))
-            made = {kind: getattr(self, f"_{kind}")(told) for kind in told.keys() & CALLS}
-        return [(EVENTS[kind], *values) for kind, values in made.items() if values]
+                self._disk.results = list(entry.get("disk", ()))
+            outcomes = {kind: getattr(self, f"_{kind}")(entry) for kind in entry.keys() & CALLS}
+        return [(EVENTS[kind], *values) for kind, values in outcomes.items() if values]
 
     # --- calls --------------------------------------------------------------------------------
 
-    def _add(self, told: Told) -> tuple[Any, ...]:
-        self.time_s = float(told["t"])
-        follower = functools.partial(self._follower, told["add"])
-        params = SamplingParams(**{"max_tokens": None} | told.get("params", {}))
-        if "pooling" in told:
+    def _add(self, entry: TraceLine) -> tuple[Any, ...]:
+        self.time_s = float(entry["t"])
+        follower = functools.partial(self._follower, entry["add"])
+        params = SamplingParams(**{"max_tokens": None} | entry.get("params", {}))
+        if "pooling" in entry:
             from nanoengine.settings.pooling import PooledParams
 
-            params = PooledParams(pooling=told["pooling"])
+            params = PooledParams(pooling=entry["pooling"])
         request = Request(
-            str(told["id"]),
-            _ints(told["prompt"]),
+            str(entry["id"]),
+            _ints(entry["prompt"]),
             params,
-            arrival=told["add"],
+            arrival=entry["add"],
             arrival_time=self.time_s,
-            priority=told.get("priority", 0),
-            cache_salt=told.get("salt"),
-            stop_ids=dict.fromkeys(_ints(told.get("stop", []))),
-            max_num_tokens=told["most"],
-            make_follower=follower if told.get("follower") else None,
-            chooser=self if told.get("chooser") else None,
+            priority=entry.get("priority", 0),
+            cache_salt=entry.get("salt"),
+            stop_ids=dict.fromkeys(_ints(entry.get("stop", []))),
+            max_num_tokens=entry["most"],
+            make_follower=follower if entry.get("follower") else None,
+            chooser=self if entry.get("chooser") else None,
         )
         self._has_choosers |= request.chooser is not None
         self._requests[request.arrival] = request
@@ -215,61 +215,61 @@ class Replay:
         self.scheduler.add(request)
         return (request,)
 
-    def _plan(self, told: Told) -> tuple[Any, ...]:
-        drafted = dict(told.get("drafts", ()))
+    def _plan(self, entry: TraceLine) -> tuple[Any, ...]:
+        drafted = dict(entry.get("drafts", ()))
         for seq in self.scheduler.running if drafted else ():
             if seq.row in drafted:
                 set_drafts(self.scheduler, seq, tuple(_ints(drafted[seq.row])))
         plan = self.scheduler.schedule()
-        if (plan.step, digest(plan)) != (told["plan"], told["digest"]):
+        if (plan.step, digest(plan)) != (entry["plan"], entry["digest"]):
             engine, path = self._recording.header["engine"], self._recording.path
             raise TraceError(
-                f"{path} can't be followed beyond step {told['plan']}: of the same requests and"
-                f" tokens nanoengine {__version__} plans another step than nanoengine {engine},"
-                " which wrote it. Read it with that version; if it is this one, it is damaged"
+                f"{path} can't be replayed from step {entry['plan']} on: nanoengine {__version__}"
+                f" plans another step from the same inputs than nanoengine {engine}, which wrote"
+                " it. Read it with that version; if the versions are equal, the trace is damaged"
             )
         self._planned[plan.step] = plan
         return (plan,)
 
-    def _step(self, told: Told) -> tuple[Any, ...]:
-        self.time_s = float(told["t"])
-        plan = self._planned.pop(told["step"])
-        tokens = [_ints(one if type(one) is list else [one]) for one in told["sampled"]]
+    def _step(self, entry: TraceLine) -> tuple[Any, ...]:
+        self.time_s = float(entry["t"])
+        plan = self._planned.pop(entry["step"])
+        tokens = [_ints(one if type(one) is list else [one]) for one in entry["sampled"]]
         if len(tokens) != len(plan.rows):
             raise ValueError(f"{len(tokens)} rows have sampled, {len(plan.rows)} are planned")
-        seconds = zip(StepTimes.__dataclass_fields__, map(float, told["s"]), strict=True)
+        seconds = zip(StepTimes.__dataclass_fields__, map(float, entry["s"]), strict=True)
         result = StepResult(
             token_ids=tokens,
-            errors={index: str(error) for index, error in told.get("errors", ())},
+            errors={index: str(error) for index, error in entry.get("errors", ())},
             times=StepTimes(**dict(seconds)),
         )
         if self._has_choosers:
             # Why empty: the chooser gets no candidates, because the trace has its choices.
-            nothing: TokenLogprobs = [[] for _ in range(max(plan.num_logits, default=0))]
-            result.logprobs = dict.fromkeys(range(len(tokens)), nothing)
+            no_candidates: TokenLogprobs = [[] for _ in range(max(plan.num_logits, default=0))]
+            result.logprobs = dict.fromkeys(range(len(tokens)), no_candidates)
         for request in self.scheduler.commit(plan, result):
             del self._requests[request.arrival]
         return plan, result, self.scheduler
 
-    def _abort(self, told: Told) -> None:
-        self.scheduler.abort(self._requests.pop(told["abort"]))
+    def _abort(self, entry: TraceLine) -> None:
+        self.scheduler.abort(self._requests.pop(entry["abort"]))
 
-    def _fork(self, told: Told) -> None:
-        arrival, index, next_token_id = told["fork"]
+    def _fork(self, entry: TraceLine) -> None:
+        arrival, index, next_token_id = entry["fork"]
         parent = _sequence(self._requests[arrival], index)
         enable_extras(self.scheduler).fork(parent, next_token_id)
 
-    def _recover(self, told: Told) -> None:
+    def _recover(self, entry: TraceLine) -> None:
         if self._disk is not None:
-            self._disk.held = told["held"]
+            self._disk.contents = entry["held"]
         self.scheduler.recover(self._requests.values())
-        self.scheduler.stats.steps = told["recover"]  # Why: the failed call may have been a plan.
+        self.scheduler.stats.steps = entry["recover"]  # Why: the failed call may have been a plan.
         self._requests.clear()
 
-    def _evict(self, told: Told) -> None:
-        self.scheduler.block_manager.prefix_cache.evict(told["evict"])
+    def _evict(self, entry: TraceLine) -> None:
+        self.scheduler.block_manager.prefix_cache.evict(entry["evict"])
 
-    def _reset(self, told: Told) -> None:
+    def _reset(self, entry: TraceLine) -> None:
         self.scheduler.block_manager.prefix_cache.reset()
 
     def _follower(self, arrival: int, index: int) -> Any:
@@ -281,18 +281,18 @@ class Replay:
 
     def choose(self, request: Request, moves: SequenceMoves) -> None:
         """Repeats the traced moves of a chooser; this is the `TokenChooser` of all requests."""
-        arrival, noted = self._chosen.pop(0)
+        arrival, moves = self._chosen.pop(0)
         assert arrival == request.arrival, request
-        for name, index, *values in noted:
+        for name, index, *values in moves:
             assert name in MOVES, name
             getattr(moves, name)(_sequence(request, index), *values)
 
 
-def _scheduler(header: Told, disk: ReplayedDisk | None) -> Scheduler:
+def _scheduler(header: TraceLine, disk: ReplayedDisk | None) -> Scheduler:
     """A new core with the settings of the header."""
-    told, limits = header["layout"], header["scheduler"]
-    groups = (KVGroup(**one | {"layers": tuple(one["layers"])}) for one in told["groups"])
-    layout, cache = KVLayout(**told | {"groups": tuple(groups)}), None
+    fields, limits = header["layout"], header["scheduler"]
+    groups = (KVGroup(**one | {"layers": tuple(one["layers"])}) for one in fields["groups"])
+    layout, cache = KVLayout(**fields | {"groups": tuple(groups)}), None
     if "tier_settings" in header:
         settings, num_blocks = header["tier_settings"], header["tiers"]
         cost = settings["cost"]
@@ -337,42 +337,42 @@ def _damage(recording: Recording, number: int) -> Iterator[None]:
 
 def _lines(raw: IO[bytes]) -> Iterator[tuple[int, bytes]]:
     """Numbers and lines, up to the point where the file breaks off."""
-    is_packed = raw.read(2) == b"\x1f\x8b"
+    is_gzip = raw.read(2) == b"\x1f\x8b"
     raw.seek(0)
     with contextlib.suppress(EOFError, zlib.error):
-        yield from enumerate(gzip.GzipFile(fileobj=raw) if is_packed else raw, 1)
+        yield from enumerate(gzip.GzipFile(fileobj=raw) if is_gzip else raw, 1)
 
 
-def _parsed(line: bytes) -> Told:
-    told = json.loads(line, parse_constant=_number, parse_float=_number)
-    if not isinstance(told, dict):
-        raise ValueError(f"it must be a JSON object, got {repr_short(told)}")
-    return told
+def _parsed(line: bytes) -> TraceLine:
+    entry = json.loads(line, parse_constant=_number, parse_float=_number)
+    if not isinstance(entry, dict):
+        raise ValueError(f"expected a JSON object, got {repr_short(entry)}")
+    return entry
 
 
 def _number(text: str) -> float:
     number = float(text)
     if not math.isfinite(number):
-        raise ValueError(f"{text} is no number of seconds")
+        raise ValueError(f"{text} is not a finite number")
     return number
 
 
-def _header(path: str, told: Told) -> Told:
-    version = told.get("trace")
+def _header(path: str, entry: TraceLine) -> TraceLine:
+    version = entry.get("trace")
     if not isinstance(version, str) or not version.replace(".", "", 1).isdecimal():
         raise ValueError("its first line has no version")
     if int(version.partition(".")[0]) != FORMAT[0]:
         raise TraceError(
-            f"{path} is a trace of version {version}, written by nanoengine {told.get('engine')};"
-            f" this one reads version {FORMAT[0]}.x: read it with that one"
+            f"{path} is a trace of version {version}, written by nanoengine {entry.get('engine')};"
+            f" this nanoengine reads version {FORMAT[0]}.x: read it with that nanoengine"
         )
-    header = HEADER | told
-    if any(type(header[name]) is not type(usual) for name, usual in HEADER.items()):
-        raise ValueError("its first line is no header")
+    header = HEADER | entry
+    if any(type(header[name]) is not type(default) for name, default in HEADER.items()):
+        raise ValueError("its first line is not a header")
     return header
 
 
 def _ints(value: Any) -> list[int]:
     if type(value) is not list or not set(map(type, value)) <= {int}:
-        raise ValueError(f"a list of integers is needed, got {repr_short(value)}")
+        raise ValueError(f"expected a list of integers, got {repr_short(value)}")
     return value

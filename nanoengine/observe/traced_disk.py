@@ -1,9 +1,9 @@
-"""The answers of a disk tier, for a trace; ReplayedDisk returns them again.
+"""The results of a disk tier, for a trace; ReplayedDisk returns them again.
 
-    DiskBlocks ── collect() ──► DiskStorage        a tap writes "disk" into the line of the call
+    DiskBlocks ── collect() ──► DiskStorage        a hook writes "disk" into the line of the call
     DiskBlocks ── collect() ──► ReplayedDisk ◄── "disk" in the line of the call
 
-The core does not decide how long a copy takes or whether it fails, so a replay needs the answers.
+The core does not decide how long a copy takes or whether it fails, so a replay needs the results.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import math
 from typing import Any
 
 from nanoengine.core.prefix_tree import Prefix, PrefixTree
-from nanoengine.core.tiers.disk import DiskCopy, DiskStorage, Finished
+from nanoengine.core.tiers.disk import DiskCopy, DiskStorage, FinishedCopy
 from nanoengine.core.tiers.lookup import Content
 from nanoengine.core.tiers.tiered_cache import TieredPrefixCache
 
 
-def disk_answer(storage: DiskStorage, finished: list[Finished]) -> list[Any]:
+def disk_result(storage: DiskStorage, finished: list[FinishedCopy]) -> list[Any]:
     """The result of a call of `collect`, for a trace: whether the disk refuses writes, then [group,
     digest, ok, seconds] per finished copy; [] if there is neither."""
     noted = [(*_name(copy), ok, s) for copy, ok, s in finished if copy.kind != "remove"]
@@ -51,34 +51,34 @@ class ReplayedDisk:
     """A `DiskStorage` without a disk.
 
     Attributes:
-        held: the content of the directory, as `disk_contents` returns it.
-        answers: the results of the next calls of `collect`.
+        contents: the content of the directory, as `disk_contents` returns it.
+        results: the results of the next calls of `collect`.
     """
 
-    def __init__(self, held: dict[str, Any]) -> None:
-        self.held, self.can_write = held, bool(held["can_write"])
-        self.answers: list[Any] = []
+    def __init__(self, contents: dict[str, Any]) -> None:
+        self.contents, self.can_write = contents, bool(contents["can_write"])
+        self.results: list[Any] = []
         self._copies: dict[tuple[int, str], DiskCopy] = {}
 
     def scan(self, prefixes: PrefixTree) -> list[Content]:
         known: list[Prefix] = []
-        for parent, token_ids in self.held["prefixes"]:
+        for parent, token_ids in self.contents["prefixes"]:
             before = (
-                known[parent] if type(parent) is int else prefixes.root_of_name(parent.encode())
+                known[parent] if type(parent) is int else prefixes.root_of_digest(parent.encode())
             )
             known.append(prefixes.extend(before, token_ids))
-        return [Content(group, known[number]) for group, number in self.held["blocks"]]
+        return [Content(group, known[number]) for group, number in self.contents["blocks"]]
 
     def submit(self, copy: DiskCopy) -> None:
         if copy.kind != "remove":
             self._copies[_name(copy)] = copy
 
-    def collect(self, wait_s: float) -> list[Finished]:
-        if not self.answers and wait_s == math.inf and self._copies:
-            raise ValueError("the answers of the disk are missing")
-        is_full, *finished = (self.answers.pop(0) if self.answers else []) or [False]
+    def collect(self, wait_s: float) -> list[FinishedCopy]:
+        if not self.results and wait_s == math.inf and self._copies:
+            raise ValueError("the results of the disk tier are missing")
+        is_full, *finished = (self.results.pop(0) if self.results else []) or [False]
         self.can_write = not is_full
-        return [Finished(self._copies.pop((group, digest)), ok, seconds)
+        return [FinishedCopy(self._copies.pop((group, digest)), ok, seconds)
                 for group, digest, ok, seconds in finished]  # fmt: skip
 
     def close(self) -> None:

@@ -7,7 +7,7 @@ scheduler at most ten times per second.
     0████▒▒▒▒▒▒····
     · 4 empty   ▒ 6 cached   █ 4 active
     request 0   ██████████▓▓▓·····   prompt 40 of 40, output 12 of 32, 4 blocks
-    waiting 2: request 5 for want of blocks
+    waiting 2: request 5 first, because too few blocks were free
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from nanoengine.core.block_pool import Block, BlockPool
 from nanoengine.core.plan import StepPlan, StepResult
 from nanoengine.core.scheduler import Scheduler
 from nanoengine.core.sequence import Sequence
-from nanoengine.observe.explain import LACKS
+from nanoengine.observe.explain import REASONS
 
 REFRESH_S = 0.1
 POOL_LINES = 4
 LANE_WIDTH = 32
 STYLES = {"█": "green", "▒": "blue", "·": "dim", "0": "dim"}
-"""Active, cached, empty, null: the signs are distinct, so the colours are optional."""
+"""Active, cached, empty and null blocks. The signs differ, so colours are optional."""
 
 
 class Watch:
@@ -62,16 +62,16 @@ class Watch:
         width, height = self._console.size
         lines = [Text(f"step {plan.step}: {self._title()}", no_wrap=True)]
         lines += _pool(scheduler.block_manager.pool, width)
-        room = max(1, height - len(lines) - 3)
+        num_lanes = max(1, height - len(lines) - 3)
         running = scheduler.running
-        lines += [_lane(seq) for seq in running[:room]]
-        if len(running) > room:
-            lines.append(Text(f"and {len(running) - room} more", style="dim"))
+        lines += [_lane(seq) for seq in running[:num_lanes]]
+        if len(running) > num_lanes:
+            lines.append(Text(f"and {len(running) - num_lanes} more", style="dim"))
         if scheduler.num_waiting:
             first = ""
             if plan.waits:
-                seq_id, lacks = plan.waits[0]
-                first = f": sequence {seq_id} first, {LACKS[lacks].why}"
+                seq_id, reason = plan.waits[0]
+                first = f": sequence {seq_id} first, {REASONS[reason].why}"
             lines.append(Text(f"waiting {scheduler.num_waiting}{first}", no_wrap=True))
         return Group(*lines)
 
@@ -106,9 +106,9 @@ def _lane(seq: Sequence) -> Text:
     marks = [LANE_WIDTH * count // total for count in (computed, prompt, prompt + output)]
     spans = zip("█░▓·", [0, *marks], [*marks, LANE_WIDTH], strict=True)
     bar = "".join(sign * (end - start) for sign, start, end in spans)
-    most = seq.max_num_tokens - prompt
+    max_output = seq.max_num_tokens - prompt
     fork = f"/{seq.index}" if seq.index else ""
-    text = f"prompt {computed} of {prompt}, output {output} of {most}"
+    text = f"prompt {computed} of {prompt}, output {output} of {max_output}"
     blocks = sum(map(len, seq.block_tables))
     return Text(f"request {seq.request.request_id}{fork:<4} {bar} {text}, {blocks} blocks",
                 no_wrap=True)  # fmt: skip

@@ -4,14 +4,14 @@
                         compute=ray.data.ActorPoolStrategy(size=n))
 
     Ray Data ── batches, several at a time ──> __call__ ── rows ──> Feed ── Work ── LLM.stream
-             <── a batch, its rows in order ──          <── answers, as they finish ──┘
+             <── a batch, its rows in order ──          <── outputs, as they finish ──┘
 
 Rows of the next batch start as soon as rows of this one finish, so the engine stays full at the end
 of a batch. A batch is returned whole and in order, because Ray Data repeats the batches of a lost
 actor, and expects equal results.
 
-Ray repeats them without limit. So the rows that run are recorded in a temporary file: after three
-deaths a row is poison and gets an error (`Attempts`).
+Ray repeats them without limit. So the running rows are recorded in a temporary file: after three
+crashes of the actor, a row is poison and gets an error (`Attempts`).
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ from nanoengine.jobs.rows import RowOptions, RowReader, Task
 from nanoengine.jobs.source import Line, RowError
 from nanoengine.jobs.work import Result, Work
 from nanoengine.outputs import RequestOutput
-from nanoengine.settings.checks import plain
+from nanoengine.settings.checks import to_python
 from nanoengine.settings.params import SamplingParams
 from nanoengine.text.prompt_forms import PAUSE, Pause
 
 ERROR_COLUMN = "__inference_error__"
-"""Why a row has no answer, or "". Source: the name of this column in Ray's own LLM module."""
+"""The error of a row, or "". Source: the name of this column in Ray's own LLM module."""
 
 
 class Generate:
-    """Answers rows, whose columns are as in simple rows of docs/batch.md, and are all kept.
+    """Runs rows, whose columns are as in simple rows of docs/batch.md. All columns are kept.
 
     New columns: `outputs`, a list of {"text", "token_ids", "finish_reason"} per completion or turn;
     `usage`, {"prompt_tokens", "completion_tokens"}; and ERROR_COLUMN.
@@ -77,7 +77,7 @@ class Generate:
         self._llm = LLM(model, **options)
         rows = RowOptions(sampling=given, **(special_rows or {}))
         reader = RowReader(rows, model, self._llm.info.generation_defaults)
-        self._tasks = _Tasks(reader, Attempts(_beside()))
+        self._tasks = _Tasks(reader, Attempts(_attempts_path()))
         self._key_column = key_column
         threading.Thread(target=self._run, daemon=True).start()
 
@@ -87,22 +87,22 @@ class Generate:
                 self._tasks.work.run(lambda rows: self._llm.stream(rows, on_error="record"))
         except BaseException:
             traceback.print_exc()
-            os._exit(1)  # Why: Ray restarts the actor, and repeats its batches.
+            os._exit(1)  # Ray then restarts the actor, and repeats its batches.
 
     async def __call__(self, batch: Any) -> Any:
-        """Answers a batch: a dict of numpy arrays, or an Arrow table, which keeps types."""
+        """Runs a batch: a dict of numpy arrays, or an Arrow table, which keeps types."""
         is_table = hasattr(batch, "to_pylist")
         if not is_table and not isinstance(batch, Mapping):
             raise RequestError(
                 f"batch_format must be 'numpy' or 'pyarrow', got batches of {type(batch).__name__}"
             )
         rows = batch.to_pylist() if is_table else _rows(batch)
-        answers = [asyncio.get_running_loop().create_future() for _ in rows]
-        for row, answer in zip(rows, answers, strict=True):
-            self._tasks.put(row, self._key(row), answer)
-        found = [await answer for answer in answers]
+        futures = [asyncio.get_running_loop().create_future() for _ in rows]
+        for row, future in zip(rows, futures, strict=True):
+            self._tasks.put(row, self._key(row), future)
+        results = [await future for future in futures]
         names = ("outputs", "usage", ERROR_COLUMN)
-        columns = {name: [values[i] for values in found] for i, name in enumerate(names)}
+        columns = {name: [values[i] for values in results] for i, name in enumerate(names)}
         if not is_table:
             import numpy as np
 
@@ -117,7 +117,7 @@ class Generate:
             content = json.dumps(row, sort_keys=True, default=str)
             return xxhash.xxh3_128_hexdigest(content.encode(errors="surrogatepass"))
         if self._key_column not in row:
-            raise RequestError(f"the rows have no column {self._key_column!r} for their keys")
+            raise RequestError(f"key_column={self._key_column!r}: the rows have no such column")
         return str(row[self._key_column])
 
 
@@ -131,39 +131,39 @@ class _Tasks(Iterator["Task | Pause"]):
         self._waiting: dict[int, asyncio.Future[Any]] = {}
         self._num_rows = 0
 
-    def put(self, row: dict[str, Any], key: str, answer: asyncio.Future[Any]) -> None:
+    def put(self, row: dict[str, Any], key: str, future: asyncio.Future[Any]) -> None:
         """Queues a row; called from the event loop's thread."""
         number, self._num_rows = self._num_rows, self._num_rows + 1
         task = self._reader.task(Line(number, ROWS, number + 1, row))
         task.key = key
         if task.params.logprobs is not None or task.params.prompt_logprobs is not None:
-            task.error = RowError("invalid_row", "logprobs make no column: run `nanoengine batch`")
-        self._waiting[number] = answer
+            task.error = RowError("invalid_row", "logprobs have no column: use `nanoengine batch`")
+        self._waiting[number] = future
         self._feed.put(task)
 
     def __next__(self) -> Task | Pause:
-        """The next row. A row with deaths ends the stream, and runs apart from others."""
+        """The next row. A row with crashes ends the stream, and runs separately from others."""
         task = next(self._feed)
-        if task is not PAUSE and (deaths := self._attempts.deaths[task.key]):
-            self.work.suspect(task, deaths, "the actor died")
+        if task is not PAUSE and (crashes := self._attempts.crashes[task.key]):
+            self.work.suspect(task, crashes, "the actor died")
             raise StopIteration
         return task
 
     def _finish(self, task: Task, result: Result) -> None:
         self._feed.finished()
         self._attempts.end(task.key)
-        answer = self._waiting.pop(task.row)
+        future = self._waiting.pop(task.row)
         failed = isinstance(result, RowError)
         error = f"{result.code}: {result}" if failed else ""
-        found = _answer([] if failed else [*task.outputs, result], error)
-        answer.get_loop().call_soon_threadsafe(lambda: answer.done() or answer.set_result(found))
+        values = _new_values([] if failed else [*task.outputs, result], error)
+        future.get_loop().call_soon_threadsafe(lambda: future.done() or future.set_result(values))
 
 
-Answer = tuple[list[dict[str, Any]], dict[str, int], str]
+NewValues = tuple[list[dict[str, Any]], dict[str, int], str]
 """The values of the new columns for one row."""
 
 
-def _answer(outputs: list[RequestOutput], error: str = "") -> Answer:
+def _new_values(outputs: list[RequestOutput], error: str = "") -> NewValues:
     texts = [
         {"text": c.text, "token_ids": c.token_ids, "finish_reason": c.finish_reason}
         for output in outputs
@@ -192,19 +192,19 @@ def _rows(batch: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _plain(value: Any) -> Any:
-    value = plain(value)
+    value = to_python(value)
     if isinstance(value, list | tuple):
-        return [_plain(one) for one in value]
+        return [_plain(item) for item in value]
     if isinstance(value, dict):
-        return {key: _plain(one) for key, one in value.items()}
+        return {key: _plain(item) for key, item in value.items()}
     return None if isinstance(value, float) and math.isnan(value) else value
 
 
-# --- deaths ---------------------------------------------------------------------------------------
+# --- crashes --------------------------------------------------------------------------------------
 
 
-def _beside() -> Path:
-    """The file of an actor, which it finds again after a restart on the same machine."""
+def _attempts_path() -> Path:
+    """The path of this actor's file; the same after a restart on the same machine."""
     try:
         import ray  # type: ignore[import-not-found]
 
@@ -216,23 +216,23 @@ def _beside() -> Path:
 
 
 class Attempts:
-    """The running rows, recorded in a file, and the number of deaths of the actor per row.
+    """The running rows, recorded in a file, and the number of crashes of the actor per row.
 
         ["run", PID]      an actor started
         ["begin", KEY]    a row with this key runs
         ["end", KEY]      it has ended
 
     Attributes:
-        deaths: key -> deaths, for rows that have not ended since.
+        crashes: key -> number of crashes, for rows that have not ended since.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._running: Counter[str] = Counter()
-        self.deaths: Counter[str] = Counter()
+        self.crashes: Counter[str] = Counter()
         for line in path.read_bytes().splitlines() if path.exists() else ():
-            with contextlib.suppress(ValueError):  # torn, as the disk was full
-                self._take(*json.loads(line))
+            with contextlib.suppress(ValueError):  # incomplete, because the disk was full
+                self._count(*json.loads(line))
         self._write("run", os.getpid())
 
     def begin(self, key: str) -> None:
@@ -240,22 +240,22 @@ class Attempts:
         self._write("begin", key)
 
     def end(self, key: str) -> None:
-        """Records that a row was answered, or never ran. Removes a file without rows or deaths."""
+        """Records that a row has ended, or never ran. Removes a file without rows or crashes."""
         self._write("end", key)
-        if not self._running and not self.deaths:
+        if not self._running and not self.crashes:
             self._path.unlink(missing_ok=True)
 
     def _write(self, what: str, value: Any) -> None:
-        self._take(what, value)
+        self._count(what, value)
         with open(self._path, "ab", buffering=0) as file:
             file.write(json.dumps([what, value]).encode() + b"\n")
 
-    def _take(self, what: str, value: Any) -> None:
+    def _count(self, what: str, value: Any) -> None:
         if what == "begin":
             self._running[value] += 1
         elif what == "end":
             self._running -= Counter([value])
-            self.deaths.pop(value, None)
-        else:  # the previous process died while these rows ran
-            self.deaths.update(self._running.keys())
+            self.crashes.pop(value, None)
+        else:  # the previous process crashed while these rows ran
+            self.crashes.update(self._running.keys())
             self._running.clear()

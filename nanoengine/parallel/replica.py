@@ -1,12 +1,12 @@
-"""One replica: a process with its own LLM, which answers the rows that its parent sends.
+"""One replica: a process with its own LLM, which runs the rows that its parent sends.
 
     parent ── options ─────────────────> LLM(**options)
-           <── EngineInfo, EngineStats, pid ──  or why the model can't be loaded
+           <── EngineInfo, EngineStats, pid ──  or the error if the model can't be loaded
            ── Row, Row, ..., None ─────> llm.stream     one stream; then the next
            <── RequestOutput, Stats ────                in the order in which rows finish
-           <── RuntimeError ────────────                the stream has raised; another may follow
+           <── RuntimeError ────────────                the stream has failed; another may follow
 
-`replicas.py` starts it as a worker (`worker.py`).
+Started by `replicas.py` as a worker (`worker.py`).
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ if TYPE_CHECKING:
     from nanoengine.llm import LLM
 
 STATS_S = 0.25
-"""Interval at which a replica reports its counters, as often as the live line changes [s]."""
+"""Interval at which a replica reports its counters [s]; the progress line changes as often."""
 
 
 def main(connection: Connection, *cores: int) -> None:
     """Serves one parent until it exits.
 
     Args:
-        cores: the cores to run on; none: any.
+        cores: the cores to run on; empty: all.
     """
     faulthandler.enable()
     if cores:
-        os.sched_setaffinity(0, cores)  # Why here: torch and numba count cores when they load.
+        os.sched_setaffinity(0, cores)  # Before the imports of torch and numba, which count cores.
     try:
         options = connection.recv()
     except (EOFError, OSError):
@@ -66,16 +66,16 @@ def _serve(connection: Connection, feed: Feed[Row], llm: LLM) -> None:
             feed.finished()
             connection.send(output)
     except (NanoEngineError, OSError):
-        raise  # Why: the engine is dead, or the parent.
+        raise  # the engine is dead, or the parent has exited
     except Exception as error:
         connection.send(RuntimeError(f"{type(error).__name__}: {error}"))
         feed.drop()
 
 
 def _receive(connection: Connection, feed: Feed[Row]) -> None:
-    """Receives rows, and ends this process with its parent, even during a step.
+    """Receives rows. Exits the process as soon as the parent exits, even during a step.
 
-    Why a thread: the parent can always send, so parent and replica never wait for each other.
+    Why in a thread: the parent can always send, so the two never wait for each other.
     """
     try:
         while True:
@@ -89,10 +89,10 @@ class _Reporter:
 
     def __init__(self, connection: Connection, llm: LLM) -> None:
         self._connection, self._llm = connection, llm
-        self._told = time.monotonic()
+        self._reported_at = time.monotonic()
 
     def on_step(self, plan: object, result: object, scheduler: object) -> None:
         """Sends the counters at intervals."""
-        if time.monotonic() - self._told > STATS_S:
-            self._told = time.monotonic()
+        if time.monotonic() - self._reported_at > STATS_S:
+            self._reported_at = time.monotonic()
             self._connection.send(self._llm.stats())

@@ -4,13 +4,13 @@
           │                   <─ outputs ─┘
           └─ thread ─ Replica ...
 
-Each row is given out once, and only this process writes results. It loads no model.
+Each row is sent to one replica, and only this process writes results. It loads no model.
 
-If a replica dies, its rows go back to `Work`, which runs them apart from others, and it is
-restarted. A replica that is silent for long is killed. If it can't be restarted, it is given up,
-and the others continue. No replica outlives this process (`worker.py`).
+If a replica crashes, it is restarted, and its rows go back to `Work`, which runs them separately
+from others. A replica that sends nothing for long is killed. If it can't be restarted, the others
+continue without it. No replica outlives this process (`worker.py`).
 
-`cli/batch.py` calls it.
+Called by `cli/batch.py`.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ from nanoengine.text.tokenizer import Tokenizer
 
 REPLICA = "nanoengine.parallel.replica"
 
-AHEAD = 32
-"""Rows that a replica has in addition to the ones its engine pulls, to replace finished ones."""
+EXTRA_ROWS = 32
+"""Rows that a replica has in addition to those in its engine, to replace finished ones."""
 
-SILENT_S = 1800.0
-"""A replica with rows that is silent for this time [s] hangs. It reports its counters after each
-step, and a long step of a large model takes minutes on a CPU."""
+REPLICA_TIMEOUT_S = 1800.0
+"""A replica with rows that sends nothing for this time [s] is killed. It sends its counters after
+each step, and a long step of a large model takes minutes on a CPU."""
 
-LOOKS = 6
-"""Number of checks that must find the same silence before a kill; the first of them warns."""
+NUM_CHECKS = 6
+"""Number of consecutive checks without a message before a replica is killed; the first warns."""
 
 Launch = Callable[[], Worker]
 """Starts the process of a replica."""
@@ -60,8 +60,9 @@ class Replica:
     Attributes:
         launch: starts a process.
         options: the options of its LLM.
-        on_stats: called when `stats` is new.
+        on_stats: called after `stats` has changed.
         is_lost: it can't be restarted.
+        past: the last counters of its crashed processes.
     """
 
     number: int
@@ -73,17 +74,17 @@ class Replica:
     stats: EngineStats | None = None
     past: list[EngineStats] = field(default_factory=list)
     _process: Worker | None = None
-    _is_ended: bool = False
+    _is_closed: bool = False
     _why_killed: str = ""
-    _wait: object = None  # the current wait for the process, while rows run; a new object per wait
-    _seen: object = None  # the wait at the last check
-    _num_looks: int = 0  # consecutive checks with the same wait
+    _wait: object = None  # identifies the current send or receive, while rows run
+    _last_wait: object = None  # `_wait` at the last check
+    _num_silent: int = 0  # consecutive checks with the same `_wait`
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def start(self) -> None:
         """Starts the process; `wait_started` waits for its model."""
         with self._lock:
-            if self._is_ended:
+            if self._is_closed:
                 raise EngineDeadError("the replicas are closed")
             self._process, self._why_killed = self.launch(), ""
 
@@ -98,20 +99,20 @@ class Replica:
             self._process.pipe.send(self.options)
             found = self._process.pipe.recv()
         except (OSError, EOFError):
-            self._died("while it started")
+            self._raise_died("while it started")
         if isinstance(found, NanoEngineError):
             raise found
         info, self.stats, self.pid = found
         return info
 
     def serve(self, work: Work, window: int) -> None:
-        """Answers rows until none is left or the replica is lost. Restarts it if it dies, also
+        """Runs rows until none is left or the replica is lost. Restarts it if it crashes, even
         during a restart.
 
         Args:
-            window: maximum number of rows that it has at once.
+            window: maximum number of rows that it has at a time.
         """
-        num_starts = 0  # since it last ran
+        num_starts = 0  # since the last successful start
         while True:
             try:
                 if num_starts:
@@ -126,89 +127,89 @@ class Replica:
                 if work.is_stopping:
                     return
                 if not has_died or num_starts == MOST_DEATHS:
-                    warnings.warn(f"replica {self.number} is given up: {error}", stacklevel=1)
+                    warnings.warn(f"replica {self.number} is not restarted: {error}", stacklevel=1)
                     self.is_lost = True
                     return
-                warnings.warn(f"{error}; it starts again, and its rows go back", stacklevel=1)
+                warnings.warn(f"{error}; restarting it, and running its rows again", stacklevel=1)
                 num_starts += 1
 
     def stream(
         self, rows: Iterator[Row | Pause], window: int
     ) -> Generator[RequestOutput, None, None]:
-        """As `LLM.stream`: yields one output per row, with the index of its pull.
+        """As `LLM.stream`: yields one output per row, with the row's index in `rows`.
 
         Raises:
-            EngineDeadError: the process has died.
-            RuntimeError: the stream failed in the process, which can be used further.
+            EngineDeadError: the process has crashed.
+            RuntimeError: the stream failed in the process, which can run another one.
         """
         num_left, has_more = 0, True
         while True:
             while has_more and num_left < window:
                 row = next(rows, None)
-                if row is PAUSE:  # Its counters will arrive soon; then this loop pulls again.
+                if row is PAUSE:  # pulls again when the next counters arrive
                     break
                 has_more = row is not None
                 num_left += has_more
-                self._while_watched(self._process.pipe.send, row)
+                self._call_watched(self._process.pipe.send, row)
             if not num_left:
                 return
-            found = self._while_watched(self._process.pipe.recv)
-            if isinstance(found, RequestOutput):
+            message = self._call_watched(self._process.pipe.recv)
+            if isinstance(message, RequestOutput):
                 num_left -= 1
-                yield found
-            elif isinstance(found, EngineStats):
-                self.stats = found
+                yield message
+            elif isinstance(message, EngineStats):
+                self.stats = message
                 self.on_stats()
             else:
                 if has_more:
-                    self._while_watched(self._process.pipe.send, None)
-                raise found
+                    self._call_watched(self._process.pipe.send, None)
+                raise message
 
-    def _while_watched(self, call: Callable[..., Any], *message: object) -> Any:
-        """Sends or receives; if the process hangs, `look` ends the call."""
+    def _call_watched(self, call: Callable[..., Any], *message: object) -> Any:
+        """Sends or receives; if the process hangs, `check_silence` ends the call."""
         self._wait = object()
         try:
             return call(*message)
         except (EOFError, OSError):
-            self._died("while rows ran")
+            self._raise_died("while rows ran")
         finally:
             self._wait = None
 
-    def look(self, silent_s: float) -> None:
-        """Kills a process that kept `_while_watched` waiting for `LOOKS` checks, which take
-        `silent_s` seconds in total. Called from one thread.
+    def check_silence(self, timeout_s: float) -> None:
+        """Kills the process if `_call_watched` has waited during `NUM_CHECKS` checks, which
+        take `timeout_s` seconds in total. Called from one thread.
 
-        Why no clock: it would run on while all processes of a job are stopped.
+        Why no clock: it would continue while all processes of a job are stopped.
         """
-        wait, before = self._wait, self._seen
-        self._seen = wait
-        self._num_looks = self._num_looks + 1 if wait is not None and wait is before else 0
-        if self._num_looks == 1:
+        wait, before = self._wait, self._last_wait
+        self._last_wait = wait
+        self._num_silent = self._num_silent + 1 if wait is not None and wait is before else 0
+        if self._num_silent == 1:
             warnings.warn(
-                f"replica {self.number} (pid {self.pid}) has said nothing for"
-                f" {silent_s / LOOKS:g} s: it computes, or it hangs; after {silent_s:g} s it is"
-                " killed, and its rows run elsewhere",
+                f"replica {self.number} (pid {self.pid}) has sent nothing for"
+                f" {timeout_s / NUM_CHECKS:g} s: it is slow, or it hangs; after {timeout_s:g} s"
+                " it is killed, and its rows run again",
                 stacklevel=1,
             )
-        with self._lock:  # Why: the process can't change meanwhile.
-            if self._num_looks == LOOKS and self._wait is wait and self._process is not None:
-                self._why_killed = f"was killed: it had said nothing for {silent_s:g} s"
+        with self._lock:  # The process can't change meanwhile.
+            if self._num_silent == NUM_CHECKS and self._wait is wait and self._process is not None:
+                self._why_killed = f"was killed: it had sent nothing for {timeout_s:g} s"
                 self._process.kill()
 
-    def _died(self, when: str) -> NoReturn:
+    def _raise_died(self, when: str) -> NoReturn:
         if self.stats is not None:
             idle = {"num_running": 0, "num_waiting": 0, "active_blocks": 0}
             self.past.append(replace(self.stats, **idle, empty_blocks=0, cached_blocks=0))
             self.stats = None
         assert self._process is not None
-        how = self._process.how_ended()
+        how = self._process.describe_exit()
         error = EngineHungError if self._why_killed else EngineDeadError
         raise error(f"replica {self.number} (pid {self.pid}) {self._why_killed or how} {when}")
 
     def end(self) -> None:
         """Ends the process permanently."""
         with self._lock:
-            self._is_ended = True
+            self._is_closed = True
             if self._process is not None:
                 self._process.kill()
 
@@ -221,9 +222,9 @@ class Replicas(AbstractContextManager["Replicas"]):
         launches: functions that start the processes.
 
     Attributes:
-        silent_s: a replica with rows is killed if it is silent for this time.
-        info: the info of the first one.
-        observers: are called without a plan when an engine reports counters.
+        timeout_s: a replica with rows is killed if it sends nothing for this time.
+        info: of the first replica.
+        observers: called without a plan when a replica reports counters.
 
     Raises:
         ConfigError: the options contain a trace.
@@ -233,9 +234,9 @@ class Replicas(AbstractContextManager["Replicas"]):
     def __init__(self, options: dict[str, Any], launches: Sequence[Launch]) -> None:
         self.observers: list[Observer] = []
         self._lock = threading.Lock()
-        self.config, self.silent_s = EngineConfig.from_kwargs(**options), SILENT_S
+        self.config, self.timeout_s = EngineConfig.from_kwargs(**options), REPLICA_TIMEOUT_S
         if self.config.trace is not None:
-            raise ConfigError("a trace is of one engine: leave out trace, or replicas")
+            raise ConfigError("a trace can record only one engine: remove trace, or replicas")
         self._replicas = [
             Replica(number=i, launch=launch, options=options, on_stats=self._on_stats)
             for i, launch in enumerate(launches)
@@ -262,42 +263,41 @@ class Replicas(AbstractContextManager["Replicas"]):
         return Tokenizer.of(self.config)
 
     def stats(self) -> EngineStats:
-        """Total counters of all engines."""
-        found = [stats for replica in self._replicas for stats in (*replica.past, replica.stats)]
-        return _added([stats for stats in found if stats is not None])
+        """The sums of the counters of all engines."""
+        parts = [stats for replica in self._replicas for stats in (*replica.past, replica.stats)]
+        return _sum_stats([stats for stats in parts if stats is not None])
 
-    def answer(self, work: Work, num_rows: int | None = None) -> None:
-        """Answers the rows of a job.
+    def run(self, work: Work, num_rows: int | None = None) -> None:
+        """Runs the rows of a job.
 
         Args:
-            num_rows: the number of rows, if known: a small number is shared evenly.
+            num_rows: their number, if known; few rows are distributed evenly.
 
         Raises:
-            EngineDeadError: no replica is left.
+            EngineDeadError: all replicas are lost.
             Exception: see `Work.run`; running rows are dropped.
         """
-        window = self.config.max_num_seqs + LOOK_AHEAD + AHEAD
+        window = self.config.max_num_seqs + LOOK_AHEAD + EXTRA_ROWS
         while live := [replica for replica in self._replicas if not replica.is_lost]:
             share = window if num_rows is None else -(-num_rows // len(live))
-            self._answer(work, live, max(1, min(window, share)))
+            self._run_round(work, live, max(1, min(window, share)))
             if not any(replica.is_lost for replica in live):
                 return
             # Why again: the others may have ended before the rows of the lost one came back.
-        raise EngineDeadError("no replica is left; what is finished is kept")
+        raise EngineDeadError("all replicas are lost; finished rows are kept")
 
-    def _answer(self, work: Work, live: Sequence[Replica], window: int) -> None:
+    def _run_round(self, work: Work, live: Sequence[Replica], window: int) -> None:
         with ThreadPoolExecutor(len(live)) as threads:
-            serving = [threads.submit(replica.serve, work, window) for replica in live]
+            running = {threads.submit(replica.serve, work, window) for replica in live}
             try:
-                left = set(serving)
-                while left:
-                    ended, left = wait(left, self.silent_s / LOOKS, FIRST_EXCEPTION)
-                    for one in ended:
-                        one.result()
+                while running:
+                    ended, running = wait(running, self.timeout_s / NUM_CHECKS, FIRST_EXCEPTION)
+                    for future in ended:
+                        future.result()
                     for replica in live:
-                        replica.look(self.silent_s)
+                        replica.check_silence(self.timeout_s)
             except BaseException:
-                work.is_stopping = True  # Why first: processes that end now are no deaths.
+                work.is_stopping = True  # Why first: processes that end now have not crashed.
                 self.close()
                 raise
 
@@ -307,15 +307,13 @@ class Replicas(AbstractContextManager["Replicas"]):
                 observer.on_step(None, None, None)  # type: ignore[arg-type]
 
 
-def _added(stats: Sequence[EngineStats]) -> EngineStats:
+def _sum_stats(stats: Sequence[EngineStats]) -> EngineStats:
     """The sums of the counters of several engines; other values are from the first one."""
-    names = [
-        one.name for one in fields(EngineStats) if isinstance(getattr(stats[0], one.name), int)
-    ]
+    counters = [f.name for f in fields(EngineStats) if isinstance(getattr(stats[0], f.name), int)]
     misses: Counter[str] = Counter()
-    for one in stats:
-        misses.update(one.cache_misses)
-    sums = {name: sum(getattr(one, name) for one in stats) for name in names}
+    for part in stats:
+        misses.update(part.cache_misses)
+    sums = {name: sum(getattr(part, name) for part in stats) for name in counters}
     return replace(stats[0], **sums, cache_misses=dict(misses))
 
 
@@ -326,19 +324,19 @@ def local_replicas(options: dict[str, Any], count: int, threads: int | None = No
     """Replicas on this machine, each with its own GPUs or cores.
 
     Args:
-        threads: cores per replica, on a CPU; None: all cores are shared evenly.
+        threads: cores per replica, on a CPU; None: all cores are distributed evenly.
 
     Raises:
         ConfigError: there are not enough GPUs or cores.
     """
     config = EngineConfig.from_kwargs(**options)
     if config.device.startswith("cuda:"):
-        raise ConfigError(f"replicas have a GPU each: say --device cuda, got {config.device!r}")
+        raise ConfigError(f"replicas need one GPU each: set --device cuda, got {config.device!r}")
     gpus = _gpus(config)
     if not gpus:
         return Replicas(options, _on_cores(count, threads))
     if threads is not None:
-        raise ConfigError("--threads is for replicas on a CPU, and these have a GPU each")
+        raise ConfigError("--threads is only for replicas on a CPU: remove it, or set --device cpu")
     return Replicas(options, _on_gpus(gpus, count, config.tensor_parallel_size))
 
 
@@ -348,22 +346,22 @@ def _gpus(config: EngineConfig) -> list[str]:
         return []
     import torch
 
-    count = torch.cuda.device_count()  # It asks the driver, without initializing CUDA.
-    named = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return [str(i) for i in range(count)] if named is None else named.split(",")[:count]
+    count = torch.cuda.device_count()  # does not initialize CUDA
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return [str(i) for i in range(count)] if visible is None else visible.split(",")[:count]
 
 
 def _on_gpus(gpus: Sequence[str], count: int, ranks: int) -> list[Launch]:
-    if count * ranks > len(gpus):
-        each = "one each" if ranks == 1 else f"{ranks} each"
-        raise ConfigError(f"{count} replicas need a GPU, {each}, and this machine has {len(gpus)}")
+    needed = count * ranks
+    if needed > len(gpus):
+        raise ConfigError(f"{count} replicas need {needed} GPUs, and this machine has {len(gpus)}")
     shares = [",".join(gpus[i * ranks : (i + 1) * ranks]) for i in range(count)]
     variables = [{"CUDA_VISIBLE_DEVICES": share} for share in shares]
-    return [functools.partial(Worker, REPLICA, environment=own) for own in variables]
+    return [functools.partial(Worker, REPLICA, environment=env) for env in variables]
 
 
 def _on_cores(count: int, threads: int | None) -> list[Launch]:
-    """Assigns separate cores to replicas, as long as there are enough."""
+    """Assigns separate cores to replicas, if there are enough."""
     if not hasattr(os, "sched_getaffinity"):
         each = threads or max(1, (os.cpu_count() or 1) // count)
         variables = {"OMP_NUM_THREADS": str(each)}
@@ -378,4 +376,4 @@ def _on_cores(count: int, threads: int | None) -> list[Launch]:
     starts = [i * each % len(cores) for i in range(count)]
     variables = {"OMP_NUM_THREADS": str(each)}
     start_worker = functools.partial(Worker, REPLICA, environment=variables)
-    return [functools.partial(start_worker, *cores[at : at + each]) for at in starts]
+    return [functools.partial(start_worker, *cores[first : first + each]) for first in starts]

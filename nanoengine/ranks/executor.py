@@ -5,14 +5,14 @@
     Launched.result  ─ sender ── (step, None) ─────> result        result
                      <─ receiver ─ (step, result) ──┘
 
-Every rank is a child process; this process computes nothing. So Ctrl-C never stops one rank in an
-all-reduce that the others wait for: the ranks finish their step, and take the next plan.
+Every rank is a child process; this process computes nothing. So Ctrl-C can't stop one rank in an
+all-reduce for which the others wait: the ranks finish their step, and accept the next plan.
 
-Two threads serve all pipes. Why: signals interrupt only the main thread, so an exception can
-neither cut a message nor send it to only some of the ranks.
+Two threads serve all pipes. Why: signals interrupt only the main thread, so an exception can't
+interrupt a message, or its sending to all ranks.
 
-If a rank raises or dies, the others end too, and every call raises EngineDeadError. The same
-happens if ranks wait for each other, or for a stopped one. No rank outlives this process
+If a rank raises an exception or crashes, the others end too, and every call raises EngineDeadError.
+The same happens if ranks wait for each other, or for a stopped one. No rank outlives this process
 (`worker.py`).
 
 Implements `Executor`; `build.py` creates it.
@@ -42,18 +42,18 @@ from nanoengine.core.plan import StepPlan, StepResult
 from nanoengine.errors import ConfigError, EngineDeadError, WeightLoadError
 from nanoengine.layers.collectives import LOOPBACK, RankPosition
 from nanoengine.models.loader import check_ranks
-from nanoengine.ranks.rank import LOOK_S, Answer, Failure, Order, RankStarted, Setup, pickled
+from nanoengine.ranks.rank import POLL_S, Failure, Order, RankStarted, Reply, Setup, pickled
 from nanoengine.ranks.worker import Worker
 from nanoengine.runner.options import RunnerOptions
 
 RANK = "nanoengine.ranks.rank"
 
-QUIET_S = 600.0
-"""Ranks hang if a result is awaited, and no rank reaches another collective within this time [s].
-Each layer has two, so the time between two collectives is short even in a long step."""
+HANG_TIMEOUT_S = 600.0
+"""The ranks are ended if none reaches another collective within this time during a step [s]. Each
+layer has two, so the time between two collectives is short even in a long step."""
 
-LAST_WORDS_S = 1.0
-"""Time for the other ranks to report failures after one has ended [s]."""
+FAILURE_GRACE_S = 1.0
+"""Time for the other ranks to report failures after one rank has ended [s]."""
 
 
 def require_ranks(options: RunnerOptions) -> None:
@@ -62,34 +62,34 @@ def require_ranks(options: RunnerOptions) -> None:
     device = options.device
     ranks = config.tensor_parallel_size
     check_ranks(model_config, ranks)
-    gpu = device.type == "cuda"
-    found = torch.cuda.device_count() if gpu else ranks
-    refused = (
-        (config.kv_tiers, "kv_tiers: blocks of one rank alone would be moved"),
-        (config.deterministic, "deterministic=True: how ranks are summed may depend on the batch"),
-        (gpu and device.index is not None, f"device='{device}': each rank takes a GPU of its own"),
-        (found < ranks, f"fewer GPUs than ranks: torch finds {found}"),
-        (quantization and _why_not(quantization, model_config, ranks), None),
+    is_gpu = device.type == "cuda"
+    num_devices = torch.cuda.device_count() if is_gpu else ranks
+    unsupported = (
+        (config.kv_tiers, "kv_tiers: only one rank's blocks would be offloaded"),
+        (config.deterministic, "deterministic=True: sums over ranks may depend on the batch"),
+        (is_gpu and device.index is not None, f"device='{device}': each rank needs its own GPU"),
+        (num_devices < ranks, f"too few GPUs: torch finds {num_devices}"),
+        (quantization and _why_not_split(quantization, model_config, ranks), None),
     )
-    for holds, why in refused:
-        if holds:
-            raise ConfigError(f"tensor_parallel_size={ranks} does not go with {why or holds}")
+    for is_set, why in unsupported:
+        if is_set:
+            raise ConfigError(f"tensor_parallel_size={ranks} is not supported with {why or is_set}")
     for processor in config.logits_processors:
         require_sendable("logits_processors", processor, ConfigError)
 
 
-def _why_not(quantization: Quantization, config: ModelConfig, ranks: int) -> str | None:
+def _why_not_split(quantization: Quantization, config: ModelConfig, ranks: int) -> str | None:
     """Why splitting a quantized model would change its results; None: it would not."""
     from nanoengine.layers.quantized_weight import BLOCK
 
     stored = quantization.stored
     if quantization.activations == "int8":
-        return "int8 activations: a token is scaled by all inputs of a layer, and a rank has a part"
+        return "int8 activations: a token's scale needs all inputs, and a rank has only a part"
     group_size = stored.group_size if stored else BLOCK if quantization.bits == 4 else None
     if group_size is None and stored is None:
         return (
-            f"int{quantization.bits} weights made while loading: a scale is that of a whole row,"
-            " and a rank reads a part; set quantization=None or 'int4_weight_only'"
+            f"int{quantization.bits} weights quantized while loading: the scale of an output needs"
+            " all inputs, and a rank has a part; set quantization=None or 'int4_weight_only'"
         )
     heads = {"num_attention_heads * head_dim": config.num_attention_heads * config.head_dim}
     for name, size in (heads | config.linear_inputs).items():
@@ -97,23 +97,23 @@ def _why_not(quantization: Quantization, config: ModelConfig, ranks: int) -> str
             continue
         if group_size and size // ranks % group_size:
             return (
-                f"weights quantized in groups of {group_size} inputs where {name}={size}: a rank's"
-                f" part of {size // ranks} cuts through them"
+                f"weights quantized in groups of {group_size} inputs, because {name}={size}: a"
+                f" rank's part of {size // ranks} is not a multiple of {group_size}"
             )
     return None
 
 
 def require_sendable(name: str, value: object, error: type[Exception]) -> None:
-    """Raises `error` for objects that can't be sent to a rank. A pickle only names functions and
-    classes, and a rank does not run the script that defines them."""
+    """Raises `error` for objects that can't be sent to a rank. A pickle refers to functions and
+    classes by module, and a rank does not run the main script."""
     try:
-        way = pickled(value)
+        data = pickled(value)
     except Exception as why:
         raise error(f"{name}: {value!r} can't be sent to a rank: {why}") from why
-    if b"__main__" in way:
+    if b"__main__" in data:
         raise error(
-            f"{name}: {value!r} can't be sent to a rank, which does not run the main script: put it"
-            " into a module that is imported"
+            f"{name}: {value!r} is defined in the main script, which ranks do not run: move it to a"
+            " module that the script imports"
         )
 
 
@@ -123,7 +123,7 @@ class RankedExecutor:
     Takes the same options as `ModelRunner`.
 
     Attributes:
-        memory, kv_dtype, products, load_s: the values of rank 0; the other ranks' are similar.
+        memory, kv_dtype, products, load_s: of rank 0; similar on the other ranks.
         num_parameters, weight_bytes: sums over all ranks, including copies.
 
     Raises:
@@ -153,21 +153,21 @@ class RankedExecutor:
                 options=self.options,
             )
             self._ranks = RankProcesses.start(self._world_size, listener)
-        # Why a finalizer: an engine that is garbage-collected was never shut down.
+        # Why a finalizer: an engine may be garbage-collected without a shutdown.
         self._end = weakref.finalize(self, self._ranks.end)
         try:
             self._ranks.orders.put(pickled(setup))
-            found: list[RankStarted] = [self._ranks.answer() for _ in range(self._world_size)]
+            started: list[RankStarted] = [self._ranks.next_reply() for _ in range(self._world_size)]
         except BaseException:
             self.shutdown()
             raise
-        self._ranks.places = {started.rank: RankPosition() for started in found}
-        first = min(found, key=lambda started: started.rank)
-        assert {started.layout for started in found} == {first.layout}, found
+        self._ranks.positions = {one.rank: RankPosition() for one in started}
+        first = min(started, key=lambda one: one.rank)
+        assert {one.layout for one in started} == {first.layout}, started
         self.memory, self.kv_dtype, self.load_s = first.memory, first.kv_dtype, first.load_s
         self.products = first.products
-        self.num_parameters = sum(started.num_parameters for started in found)
-        self.weight_bytes = sum(started.weight_bytes for started in found)
+        self.num_parameters = sum(one.num_parameters for one in started)
+        self.weight_bytes = sum(one.weight_bytes for one in started)
         return first.layout
 
     def launch(self, plan: StepPlan) -> RankedStep:
@@ -177,7 +177,7 @@ class RankedExecutor:
             EngineDeadError: a rank has failed, or the executor is shut down.
         """
         self._num_launched += 1
-        self._ranks.give((self._num_launched, plan))
+        self._ranks.send((self._num_launched, plan))
         return RankedStep(ranks=self._ranks, step=self._num_launched)
 
     def load_weights(self, folder: Path) -> list[str]:
@@ -188,15 +188,15 @@ class RankedExecutor:
             EngineDeadError: a rank has failed, or only some of them have loaded.
         """
         self._num_launched += 1
-        self._ranks.give((self._num_launched, folder))
+        self._ranks.send((self._num_launched, folder))
         # Why all: the caller may delete the folder when this returns.
-        found = [self._ranks.answer_of(self._num_launched) for _ in range(self._world_size)]
-        refused = [one for one in found if isinstance(one, WeightLoadError)]
-        if 0 < len(refused) < len(found):
-            raise EngineDeadError(f"not all ranks have loaded new weights: {refused[0]}")
-        if refused:
-            raise refused[0]
-        names: list[str] = found[0]
+        replies = [self._ranks.wait_reply(self._num_launched) for _ in range(self._world_size)]
+        errors = [reply for reply in replies if isinstance(reply, WeightLoadError)]
+        if 0 < len(errors) < len(replies):
+            raise EngineDeadError(f"not all ranks have loaded new weights: {errors[0]}")
+        if errors:
+            raise errors[0]
+        names: list[str] = replies[0]
         return names
 
     def shutdown(self) -> None:
@@ -219,8 +219,8 @@ class RankedStep:
             EngineDeadError: a rank has failed.
         """
         if self._result is None:
-            self.ranks.give((self.step, None))
-            self._result = self.ranks.answer_of(self.step)
+            self.ranks.send((self.step, None))
+            self._result = self.ranks.wait_reply(self.step)
         return self._result
 
 
@@ -231,16 +231,16 @@ class RankProcesses:
     Attributes:
         workers: the processes, by rank.
         orders: pickled orders for all ranks; None ends the sender.
-        answers: messages from ranks; None after they have ended.
-        places: rank -> the position that it last reported.
-        why_dead: the exception to raise after the ranks have ended.
+        replies: messages from ranks; None: they have ended.
+        positions: rank -> the position that it has reported last.
+        end_error: the exception to raise after the ranks have ended.
     """
 
     workers: list[Worker]
     orders: queue.SimpleQueue[bytes | None] = field(default_factory=queue.SimpleQueue)
-    answers: queue.SimpleQueue[Any] = field(default_factory=queue.SimpleQueue)
-    places: dict[int, RankPosition] = field(default_factory=dict)
-    why_dead: Exception | None = None
+    replies: queue.SimpleQueue[Any] = field(default_factory=queue.SimpleQueue)
+    positions: dict[int, RankPosition] = field(default_factory=dict)
+    end_error: Exception | None = None
     parent: int = field(default_factory=os.getpid)
 
     @classmethod
@@ -258,49 +258,50 @@ class RankProcesses:
             threading.Thread(target=serve, daemon=True).start()
         return ranks
 
-    def give(self, order: Order) -> None:
-        """Sends an order to all ranks. Raises the same exceptions as `answer`."""
-        if self.why_dead is not None:
-            raise self.why_dead
+    def send(self, order: Order) -> None:
+        """Sends an order to all ranks. Raises the same exceptions as `next_reply`."""
+        if self.end_error is not None:
+            raise self.end_error
         self.orders.put(pickled(order))
 
-    def answer_of(self, step: int) -> Any:
-        """Waits for a rank's answer to a step. Raises the same exceptions as `answer`."""
-        answer: Answer = self.answer()
-        while answer[0] != step:  # an answer whose caller was interrupted
-            answer = self.answer()
-        return answer[1]
+    def wait_reply(self, step: int) -> Any:
+        """Waits for a rank's reply to a step. Raises the same exceptions as `next_reply`."""
+        reply: Reply = self.next_reply()
+        while reply[0] != step:  # a reply whose caller was interrupted
+            reply = self.next_reply()
+        return reply[1]
 
-    def answer(self) -> Any:
+    def next_reply(self) -> Any:
         """Waits for the next message of a rank.
 
         Raises:
-            EngineDeadError: the ranks have ended, or hang. If a rank could not start, its own error
-                is raised.
+            EngineDeadError: the ranks have ended, or hang.
+            ConfigError, ModelError, MemoryError: a rank could not start.
         """
-        seen, num_looks = None, 0  # Why no clock: it would run on while this process is stopped.
-        while num_looks * LOOK_S < QUIET_S:
+        # Why no clock: it would continue while this process is stopped.
+        positions, num_quiet = None, 0
+        while num_quiet * POLL_S < HANG_TIMEOUT_S:
             try:
-                found = self.answers.get(timeout=LOOK_S)
+                reply = self.replies.get(timeout=POLL_S)
             except queue.Empty:
-                before, seen = seen, dict(self.places)
-                num_looks = num_looks + 1 if seen and seen == before else 0
+                before, positions = positions, dict(self.positions)
+                num_quiet = num_quiet + 1 if positions and positions == before else 0
                 continue
-            if found is None:
-                self.answers.put(None)  # for the next caller
-                assert self.why_dead is not None
-                raise self.why_dead
-            return found
-        at = "; ".join(f"rank {rank} was at {place}" for rank, place in sorted(seen.items()))
-        self.why_dead = EngineDeadError(f"no rank has got on for {QUIET_S:g} s: {at}")
+            if reply is None:
+                self.replies.put(None)  # for the next caller
+                assert self.end_error is not None
+                raise self.end_error
+            return reply
+        at = "; ".join(f"rank {rank} was at {where}" for rank, where in sorted(positions.items()))
+        self.end_error = EngineDeadError(f"no rank has advanced for {HANG_TIMEOUT_S:g} s: {at}")
         self.end()
-        raise self.why_dead
+        raise self.end_error
 
     def end(self) -> None:
         """Ends all ranks immediately: they have nothing to clean up."""
-        if os.getpid() != self.parent:  # a forked process only drops its copy
+        if os.getpid() != self.parent:  # a forked copy of the parent
             return
-        self.why_dead = self.why_dead or EngineDeadError("the ranks are shut down")
+        self.end_error = self.end_error or EngineDeadError("the ranks are shut down")
         for worker in self.workers:
             worker.kill()
         self.orders.put(None)
@@ -308,7 +309,7 @@ class RankProcesses:
     # --- threads ------------------------------------------------------------------------------
 
     def _send(self) -> None:
-        """Sends numbered orders, until one is None or a rank has exited."""
+        """Sends orders with sequence numbers, until one is None or a rank has exited."""
         pipes = [worker.pipe for worker in self.workers]
         with contextlib.suppress(OSError):
             for number, order in enumerate(iter(self.orders.get, None)):
@@ -316,42 +317,43 @@ class RankProcesses:
                     pipe.send((number, order))
 
     def _receive(self) -> None:
-        """Receives answers, until a rank has failed or exited; then ends all."""
+        """Receives replies, until a rank has failed or exited; then ends all ranks."""
         failures: list[Failure] = []
-        ends: dict[int, str] = {}
-        until = None
+        exits: dict[int, str] = {}
+        deadline = None
         with selectors.DefaultSelector() as selector, contextlib.ExitStack() as pipes:
             for rank, worker in enumerate(self.workers):
                 pipe = pipes.enter_context(worker.pipe)
                 selector.register(pipe, selectors.EVENT_READ, rank)
-            while selector.get_map() and (until is None or time.monotonic() < until):
-                for key, _ in selector.select(None if until is None else LAST_WORDS_S / 10):
+            while selector.get_map() and (deadline is None or time.monotonic() < deadline):
+                for key, _ in selector.select(None if deadline is None else FAILURE_GRACE_S / 10):
                     try:
                         message = key.fileobj.recv()
                     except (EOFError, OSError):
                         selector.unregister(key.fileobj)
-                        ends[key.data] = self.workers[key.data].how_ended()
+                        exits[key.data] = self.workers[key.data].describe_exit()
                         message = None
                     if message is None or isinstance(message, Failure):
-                        until = until or time.monotonic() + LAST_WORDS_S
+                        deadline = deadline or time.monotonic() + FAILURE_GRACE_S
                         failures += [message] if message else []
                     elif isinstance(message, RankPosition):
-                        self.places[key.data] = message
+                        self.positions[key.data] = message
                     else:
-                        self.answers.put(message)
-            self.why_dead = self.why_dead or why_dead(ends, failures)
+                        self.replies.put(message)
+            self.end_error = self.end_error or find_end_error(exits, failures)
             self.end()
-            self.answers.put(None)
+            self.replies.put(None)
 
 
-def why_dead(ends: Mapping[int, str], failures: Sequence[Failure]) -> Exception:
-    """The exception for the exit states and the failures of ranks."""
-    told = {failure.rank for failure in failures}
-    # Why first: if a rank was killed, its neighbours only report a lost connection.
-    for rank, how in ends.items():
-        if rank not in told:
-            return EngineDeadError(f"rank {rank} {how}, perhaps for want of memory")
+def find_end_error(exits: Mapping[int, str], failures: Sequence[Failure]) -> Exception:
+    """The exception that explains the end of the ranks: from their exits, and from the failures
+    that they have reported."""
+    reported = {failure.rank for failure in failures}
+    # Why exits first: if a rank was killed, the others only report a lost connection.
+    for rank, how in exits.items():
+        if rank not in reported:
+            return EngineDeadError(f"rank {rank} {how}, perhaps out of memory")
     first = min(failures, key=lambda failure: failure.time)
-    if first.refusal is not None:
-        return first.refusal
+    if first.start_error is not None:
+        return first.start_error
     return EngineDeadError(f"rank {first.rank} has failed:\n{first.text}")

@@ -2,15 +2,15 @@
 
     parent ── (step, plan) ──> runner.launch(plan)
            ── (step, None) ──> runner's result of that step ── (step, result) ──> parent, of rank 0
-           ── (step, Path) ──> new weights there ── (step, names, or why not) ──> parent, of all
+           ── (step, Path) ──> new weights there ── (step, names or error) ──> parent, of all
 
 All ranks get the same messages in the same order, so they launch and end the same steps. A rank
-that has missed a message exits, before it would all-reduce values of another step.
+that has missed a message exits before it could all-reduce values of another step.
 
 Each rank samples its own tokens: the gathered logits are the same on all ranks, and a token depends
 only on seed, position and logits.
 
-`executor.py` starts it as a worker (`worker.py`).
+Started by `executor.py` as a worker (`worker.py`).
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ Order = tuple[int, "StepPlan | Path | None"]
 """An order to a rank: the number of a step, and its plan to launch, or None to request its result;
 or the folder of new weights."""
 
-Answer = tuple[int, "StepResult | list[str] | WeightLoadError"]
+Reply = tuple[int, "StepResult | list[str] | WeightLoadError"]
 
-FOUND = ("memory", "kv_dtype", "num_parameters", "weight_bytes", "products", "load_s")
-"""The attributes of its runner that a rank reports after the start."""
+REPORTED = ("memory", "kv_dtype", "num_parameters", "weight_bytes", "products", "load_s")
+"""Attributes of the runner that a rank reports after its start."""
 
-LOOK_S = 1.0
+POLL_S = 1.0
 """Interval at which a rank checks that its parent exists, and reports its position [s]."""
 
 
@@ -83,17 +83,17 @@ class RankStarted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """Why a rank exits. `time` is from the machine's monotonic clock. `refusal` is an error that is
-    raised unchanged: an unsupported setting or checkpoint, or too little memory."""
+    """Why a rank exits. `time` is from the machine's monotonic clock. `start_error` is an error
+    that is raised unchanged: an unsupported setting or checkpoint, or too little memory."""
 
     rank: int
     time: float
     text: str
-    refusal: Exception | None
+    start_error: Exception | None
 
 
 def pickled(message: object) -> bytes:
-    """A pickled message for a pipe. Plans consist of small ints, of 2 or 3 bytes each.
+    """A pickled message for a pipe. Plans consist of small ints, which take 2 or 3 bytes each.
 
     Perf: 19 us for a plan of 256 decodes, 14 us to read it (one Zen 5 core).
     """
@@ -105,11 +105,11 @@ class Parent:
     process exits.
 
     Attributes:
-        place: the position of this rank; None until it has started.
+        position: of this rank; None until it has started.
     """
 
     def __init__(self, pipe: Connection) -> None:
-        self.place: RankPosition | None = None
+        self.position: RankPosition | None = None
         self._pipe, self._lock = pipe, threading.Lock()
         self._numbers = itertools.count()
 
@@ -135,33 +135,33 @@ class Parent:
         """Ends this process as soon as the parent exits, even during a step. Reports the position
         of this rank when it changes.
 
-        Why both checks: the pipe closes at once, unless a process that the parent has forked holds
-        it open.
+        Why two checks: the pipe closes immediately, unless the parent has forked another process,
+        which keeps it open.
         """
-        told, parent, hangup = None, os.getppid(), select.poll()
+        reported, parent, hangup = None, os.getppid(), select.poll()
         hangup.register(self._pipe, 0)  # a hangup is reported in any case
-        while not hangup.poll(1000 * LOOK_S) and os.getppid() == parent:
-            if self.place != told:
-                told = copy.copy(self.place)
-                self.send(told)
+        while not hangup.poll(1000 * POLL_S) and os.getppid() == parent:
+            if self.position != reported:
+                reported = copy.copy(self.position)
+                self.send(reported)
         os._exit(1)
 
 
 def main(connection: Connection, rank: int) -> None:
     """Runs rank `rank`; `connection` is its pipe to the parent."""
-    parent, refusal = Parent(connection), None
+    parent, start_error = Parent(connection), None
     threading.Thread(target=parent.watch, daemon=True).start()
     try:
         try:
             runner = _start(rank, parent)
         except (NanoEngineError, MemoryError) as error:
-            refusal = error
+            start_error = error
             raise
-        _run(runner, parent, answers=rank == 0)
+        _run(runner, parent, replies=rank == 0)
     except BaseException:
-        text = f"at {parent.place or 'its start'}: {traceback.format_exc()}"
-        parent.send(Failure(rank=rank, time=time.monotonic(), text=text, refusal=refusal))
-        # Why not a normal exit: it would wait for other ranks forever.
+        text = f"at {parent.position or 'its start'}: {traceback.format_exc()}"
+        parent.send(Failure(rank=rank, time=time.monotonic(), text=text, start_error=start_error))
+        # Why not a normal exit: it would wait for the other ranks forever.
         os._exit(1)
 
 
@@ -187,15 +187,15 @@ def _start(rank: int, parent: Parent) -> ModelRunner:
         layout = runner.start()
     except torch.OutOfMemoryError as error:
         raise MemoryError(str(error)) from error
-    found = {name: getattr(runner, name) for name in FOUND}
+    found = {name: getattr(runner, name) for name in REPORTED}
     parent.send(RankStarted(rank=rank, layout=layout, **found))
-    parent.place = ranks.place
+    parent.position = ranks.position
     return runner
 
 
-def _run(runner: ModelRunner, parent: Parent, *, answers: bool) -> NoReturn:
+def _run(runner: ModelRunner, parent: Parent, *, replies: bool) -> NoReturn:
     launched: dict[int, LaunchedStep] = {}
-    place = runner.ranks.place
+    position = runner.ranks.position
     while True:
         order: Order = parent.next()
         step, plan = order
@@ -203,13 +203,13 @@ def _run(runner: ModelRunner, parent: Parent, *, answers: bool) -> NoReturn:
             parent.send((step, _new_weights(runner, plan)))
             continue
         if plan is not None:
-            place.step, place.number = step, 0
+            position.step, position.number = step, 0
             launched[step] = runner.launch(plan)
             continue
         result = launched.pop(step).result()
         for earlier in [other for other in launched if other < step]:
             del launched[earlier]  # its result is not needed: the caller was interrupted
-        if answers:
+        if replies:
             parent.send((step, result))
 
 

@@ -2,11 +2,10 @@
 
     Worker(module, *numbers) ── starts ──> module.main(pipe, *numbers)
 
-Ranks and replicas are workers. A worker is a separate program, which does not load the caller's
-script.
+Ranks and replicas are workers. A worker does not run the caller's script.
 
-No worker outlives its parent: it watches its pipe, which closes with the parent. A stopped process
-can't watch it, so on Linux the kernel kills it.
+No worker outlives its parent: it watches its pipe, which closes when the parent exits. A stopped
+worker can't watch, so on Linux the kernel kills it.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ from nanoengine.errors import ConfigError
 
 PROGRAM = (
     "import sys; module, numbers, sys.path[:] = sys.argv[1], sys.argv[2], sys.argv[3:];"
-    " from nanoengine.ranks.worker import begin; begin(module, *map(int, numbers.split()))"
+    " from nanoengine.ranks.worker import run; run(module, *map(int, numbers.split()))"
 )
 """The program of a worker. Why not multiprocessing's spawn: it would run the caller's script."""
 
-ENDED_S = 5.0
+EXIT_TIMEOUT_S = 5.0
 """Time for a process to exit after its pipe has closed [s]."""
 
 PR_SET_PDEATHSIG = 1
@@ -42,7 +41,7 @@ class Worker:
 
     Args:
         module: the module whose `main` it runs, with its end of the pipe and `numbers`.
-        descriptors: further file descriptors that it needs.
+        descriptors: further file descriptors that it inherits.
         environment: environment variables that differ from this process's.
 
     Attributes:
@@ -61,23 +60,23 @@ class Worker:
     ) -> None:
         if sys.platform == "win32":
             raise ConfigError(
-                "replicas and tensor_parallel_size above 1 hand open pipes to processes, which"
-                " Windows does not: leave them out, or use WSL"
+                "replicas and tensor_parallel_size above 1 are not supported on Windows: remove"
+                " them, or use WSL"
             )
-        self.pipe, theirs = Pipe()
-        # Why not from other threads: they end before this process does.
+        self.pipe, child_end = Pipe()
+        # Why not from other threads: the worker would be killed when the thread ends.
         is_tied = sys.platform == "linux" and (
             threading.current_thread() is threading.main_thread()
         )
-        with theirs:
-            given = [theirs.fileno(), os.getpid(), int(is_tied), *numbers]
+        with child_end:
+            arguments = [child_end.fileno(), os.getpid(), int(is_tied), *numbers]
             self._process = subprocess.Popen(
-                [sys.executable, "-c", PROGRAM, module, " ".join(map(str, given)), *sys.path],
+                [sys.executable, "-c", PROGRAM, module, " ".join(map(str, arguments)), *sys.path],
                 stdin=subprocess.DEVNULL,
                 stdout=2,  # Why: another program may read this process's output.
-                pass_fds=[theirs.fileno(), *descriptors],
+                pass_fds=[child_end.fileno(), *descriptors],
                 env={**os.environ, **(environment or {})},
-                start_new_session=True,  # Why: Ctrl-C at the terminal is for the parent.
+                start_new_session=True,  # Ctrl-C at the terminal then interrupts only the parent.
             )
         self.pid = self._process.pid
 
@@ -86,21 +85,22 @@ class Worker:
         self._process.kill()
         self._process.wait()
 
-    def how_ended(self) -> str:
-        """Waits for the exit of a process that has closed its pipe, and describes it."""
+    def describe_exit(self) -> str:
+        """Waits for the exit of a process that has closed its pipe. Returns a description, such as
+        "exited with 1"."""
         self.pipe.close()
         try:
-            code = self._process.wait(ENDED_S)
+            code = self._process.wait(EXIT_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
             code = self._process.wait()
         return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
 
 
-def begin(module: str, pipe: int, parent: int, is_tied: int, *numbers: int) -> None:
+def run(module: str, pipe: int, parent: int, is_tied: int, *numbers: int) -> None:
     """The main function of the process; `pipe` is its descriptor, `parent` the parent's pid."""
     if is_tied:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # the parent exited before prctl
+    if os.getppid() != parent:  # the parent has exited before prctl
         os._exit(1)
     importlib.import_module(module).main(Connection(pipe), *numbers)

@@ -1,13 +1,13 @@
-"""DeviceBatch: the device's copy of each row; gathers the inputs of a decode and advances the rows.
+"""DeviceBatch: the device's copy of each batch row, for decode steps that run without the host.
 
     one entry per row; the last entry belongs to padding, and stays 0
-        pool       the next token                       (`InputBatch.pool`)
-        lengths    its position                         tables    block ids
-        columns    temperature, top_k, top_p, min_p     seeds     mixed
+        pool              the next token                       (`InputBatch.pool`)
+        next_positions    its position                         tables    block ids
+        params            temperature, top_k, top_p, min_p     seeds     as in `Sampler.seeds`
 
-    rows of a batch ─► gather ─► forward, sample ─► advance
+    rows of a decode ─► gather ─► forward, sample ─► advance
 
-The DecodeStep uses them. `gather` and `advance` are 40 small torch kernels. They have fixed shapes
+Used by the DecodeStep. `gather` and `advance` are 40 small torch kernels. They have fixed shapes
 and never wait for the host, so a CUDA graph can capture them.
 """
 
@@ -27,7 +27,7 @@ class DeviceBatch:
         block_size: tokens per block.
 
     Attributes:
-        draw_params: `DrawParams` of the rows last gathered, [5, R + 1] float64.
+        draw_params: `DrawParams` of the rows that were gathered last, [5, R + 1] float64.
     """
 
     def __init__(
@@ -35,9 +35,9 @@ class DeviceBatch:
     ) -> None:
         size, device = len(pool), pool.device
         self.pool, self.block_size = pool, block_size
-        self.lengths = torch.zeros(size, dtype=torch.int64, device=device)
+        self.next_positions = torch.zeros(size, dtype=torch.int64, device=device)
         self.tables = torch.zeros((num_groups, size, num_blocks), dtype=torch.int32, device=device)
-        self.columns = torch.zeros((4, size), dtype=torch.float64, device=device)
+        self.params = torch.zeros((4, size), dtype=torch.float64, device=device)
         self.seeds = torch.zeros(size, dtype=torch.int64, device=device)
         self.draw_params = torch.zeros((5, size), dtype=torch.float64, device=device)
 
@@ -45,11 +45,11 @@ class DeviceBatch:
         """The inputs of a decode of these rows [S] int64, named as in `Batch`: token_ids and
         positions [S] int64, slot_mapping [G, S] int64, seq_lens [S] int32, block_tables [G, S, M]
         int32. Fills `draw_params`."""
-        positions = self.lengths.index_select(0, rows)
+        positions = self.next_positions.index_select(0, rows)
         tables = self.tables.index_select(1, rows)  # [G, S, M]
-        at = (positions // self.block_size).expand(len(tables), -1)[:, :, None]
-        blocks = tables.gather(2, at)[:, :, 0].long()
-        self.draw_params[:4, : len(rows)] = self.columns.index_select(1, rows)
+        indices = (positions // self.block_size).expand(len(tables), -1)[:, :, None]
+        blocks = tables.gather(2, indices)[:, :, 0].long()
+        self.draw_params[:4, : len(rows)] = self.params.index_select(1, rows)
         seeds = self.seeds.index_select(0, rows)
         self.draw_params[4, : len(rows)] = random_bits(seeds, positions + 1).double() * 2.0**-53
         return {
@@ -63,6 +63,6 @@ class DeviceBatch:
     def advance(self, rows: torch.Tensor, token_ids: torch.Tensor) -> None:
         """Stores the next tokens [S] and increments the positions; the padding entry stays 0."""
         self.pool.index_copy_(0, rows, token_ids)
-        self.lengths.index_copy_(0, rows, self.lengths.index_select(0, rows) + 1)
+        self.next_positions.index_copy_(0, rows, self.next_positions.index_select(0, rows) + 1)
         self.pool[-1:].zero_()
-        self.lengths[-1:].zero_()
+        self.next_positions[-1:].zero_()

@@ -1,4 +1,4 @@
-"""GraphedDecode: replays captured CUDA graphs for steps of decodes; same signature as the step.
+"""GraphedDecode: replays captured CUDA graphs for steps of decodes.
 
 Why: a decode step of a small model is a few hundred short kernels, and launching them from Python
 takes longer than running them. A graph launches all of them at once, for one fixed batch size:
@@ -8,9 +8,9 @@ takes longer than running them. A graph launches all of them at once, for one fi
     batch of 5 decodes                  |---> rows 5..7 are padding
     batch with a prompt                       runs eagerly, as any batch with a longer query
 
-A graph contains all that a step does (`DecodeStep`), so the host only launches it. A step uses two
-graphs. If each kind's graph contained the forward pass, there would be five times as many nodes,
-and each node costs driver memory and start-up time.
+The graphs contain all of a `DecodeStep`, so the host only launches them: one for the forward pass,
+one for sampling. If the graph of each kind contained the forward pass too, there would be five
+times as many nodes, and each node costs driver memory and start-up time.
 
 The ModelRunner makes a GraphedDecode after the KV cache is bound to the layers, because a graph
 keeps addresses. Tests run it on the CPU with a substitute that records and replays operators;
@@ -130,18 +130,18 @@ class GraphedDecode:
         num_rows, decode = len(step.plan.rows), self.step
         size = self.size_for(num_rows)
         step.lines = lines = decode.load(step.plan, size)
-        by_host = step_sampler.sampler.looks_at_logits(lines.rows)  # the graph ends before them
+        on_host = step_sampler.sampler.needs_all_logits(lines.rows)  # sampled without a graph
         step.times.prepare_s = time.perf_counter() - step.started - step.times.load_s
         step.marks.append(step.now())
-        outputs = self(size, None if by_host else step_sampler.sampler.kind(lines.rows))
+        outputs = self(size, None if on_host else step_sampler.sampler.kind(lines.rows))
         step.marks.append(step.now())
-        ours = [output[:num_rows] for output in outputs]
-        if by_host:
-            sampled = step_sampler.sample(step, ours[0])
-            decode.held.advance(lines.rows_on_device, sampled.token_ids)
+        unpadded = [output[:num_rows] for output in outputs]
+        if on_host:
+            sampled = step_sampler.sample(step, unpadded[0])
+            decode.device_batch.advance(lines.rows_on_device, sampled.token_ids)
         else:
-            sampled = SampledTokens(packed=pack_tokens(*ours))
-        tensors = step_sampler.await_tokens(step, sampled)
+            sampled = SampledTokens(packed=pack_tokens(*unpadded))
+        tensors = step_sampler.expect_tokens(step, sampled)
         step.marks.append(step.now())
         return tensors
 
@@ -149,11 +149,11 @@ class GraphedDecode:
 def graph_bytes(make: Callable[[], GraphedDecode], free_bytes: Callable[[], int]) -> int:
     """GPU memory that the graphs of all sizes will need, measured by capturing the two largest.
 
-    The first fills the pool that all of them share. The second needs what every further graph does:
-    the driver's own memory, which torch doesn't count.
+    The first fills the pool that all of them share. The second needs as much as every further graph
+    does: only memory of the driver, which torch doesn't count.
 
     Args:
-        make: makes a decode with nothing captured; its own buffers count.
+        make: makes a GraphedDecode with nothing captured; its buffers are counted too.
         free_bytes: returns the free memory of the GPU.
     """
     free = [free_bytes()]
@@ -161,5 +161,5 @@ def graph_bytes(make: Callable[[], GraphedDecode], free_bytes: Callable[[], int]
     for size in (graphed.sizes[-1], graphed.sizes[-2:][0]):
         graphed.capture([size])
         free.append(free_bytes())
-    first, each = free[0] - free[1], free[1] - free[2]
-    return max(0, first) + max(0, each) * (len(graphed.sizes) - 1)
+    largest, per_graph = free[0] - free[1], free[1] - free[2]
+    return max(0, largest) + max(0, per_graph) * (len(graphed.sizes) - 1)

@@ -1,4 +1,4 @@
-"""KV groups of models whose layers cache different things: windows, states, head shapes.
+"""KV groups of hybrid models, whose layers differ in window, recurrent state or head shape.
 
 Called by `kv_cache.make_groups`, which handles the models with a single group.
 """
@@ -16,7 +16,7 @@ from nanoengine.errors import ConfigError
 from nanoengine.runner.memory import blocks_between_snapshots
 
 
-def other_groups(
+def hybrid_groups(
     config: ModelConfig,
     *,
     block_size: int,
@@ -24,28 +24,28 @@ def other_groups(
     block_bytes: Callable[..., int],
     state_dtype: torch.dtype,
 ) -> tuple[KVGroup, ...]:
-    """See `make_groups`, also for `block_bytes`. The snapshot interval is the same on any number of
-    ranks.
+    """Implements `make_groups` for these models. `block_bytes` is the function of `kv_cache`. The
+    snapshot interval is the same on any number of ranks.
 
     Raises:
         ConfigError: an 8-bit cache for layers whose keys and values share memory.
     """
-    windows, states, varied = config.sliding_windows, config.states, config.plan.gemma4
-    if kv_dtype.itemsize == 1 and (varied is not None or config.plan.latent is not None):
+    windows, states, gemma4 = config.sliding_windows, config.states, config.plan.gemma4
+    if kv_dtype.itemsize == 1 and (gemma4 is not None or config.plan.mla is not None):
         raise ConfigError(
-            f"kv_cache_dtype of 8 bits is not implemented for {config.architecture}, whose keys and"
-            " values share their place in the KV cache: set kv_cache_dtype='auto' or 'bfloat16'"
+            f"an 8-bit kv_cache_dtype is not supported for {config.architecture}, whose keys and"
+            " values share memory in the KV cache: set kv_cache_dtype='auto' or 'bfloat16'"
         )
-    if varied is not None:
-        firsts = {numbers[0] for numbers in varied.slices(windows)}
-        others = [n for n in range(config.num_hidden_layers) if n not in firsts]
-        groups = make_kv_groups(windows, others)
-        return groups[:-1] if others else groups
+    if gemma4 is not None:
+        first_layers = {layers[0] for layers in gemma4.slices(windows)}
+        sharing = [i for i in range(config.num_hidden_layers) if i not in first_layers]
+        groups = make_kv_groups(windows, sharing)
+        return groups[:-1] if sharing else groups
     if states is None:
         return make_kv_groups(windows)
-    attending = config.attending
-    *groups, _ = make_kv_groups(windows, states.layers, attending=attending)
-    every = blocks_between_snapshots(
+    attending = config.attention_layers
+    *groups, _ = make_kv_groups(windows, states.layers, attention_layers=attending)
+    snapshot_every = blocks_between_snapshots(
         states.size * len(states.layers) * state_dtype.itemsize,
         block_bytes(
             block_size=block_size,
@@ -56,4 +56,4 @@ def other_groups(
         ),
         block_size,
     )
-    return make_kv_groups(windows, states.layers, every, attending)
+    return make_kv_groups(windows, states.layers, snapshot_every, attending)

@@ -1,16 +1,16 @@
-"""InputBatch: what the executor keeps of running sequences, and from which it builds a Batch.
+"""InputBatch: the tokens and block tables of running sequences, from which Batches are built.
 
     plan ──update──► token_ids     [R, max_model_len + 1]      one numpy row per running sequence,
                      block_tables  [G, R, M]                   updated in place
-    plan ──make_batch──► Batch, SamplingIndices              gathered by index, no loop over
-    sequences sampled ──keep──► pool         [R + 1]                     on the device: each row's
-    last token
+    plan ──make_batch──► Batch, SamplingIndices              gathered by index, no loop over rows
+    sampled ──store_sampled──► pool    [R + 1]               on the device: each row's last token
 
-A sampled token is written to the pool at once, and the next step reads it there. The host receives
-it when the device has finished (`write`); on a CPU that is immediately. A step can therefore be
-launched before the tokens of the previous step are known on the host.
+A row is a slot of the batch: the index of a running sequence in all arrays. A sampled token is
+written to the pool at once, and the next step reads it there. The host receives it when the device
+has finished (`write_host`), on a CPU immediately. So a step can be launched before the host knows
+the tokens of the previous one.
 
-The ModelRunner calls it. Legend: R rows, G KV groups, M blocks of the longest table, T tokens, S
+Called by the ModelRunner. Legend: R rows, G KV groups, M blocks of the longest table, T tokens, S
 sequences, L rows of logits, E entries of the plan's parallel lists.
 """
 
@@ -32,12 +32,12 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingIndices:
-    """The lines of logits from which tokens are sampled, as parallel int64 arrays.
+    """The rows of logits ("lines") from which tokens are sampled, as parallel int64 arrays.
 
     Attributes:
         entries: index into `plan.rows`.
-        rows: the row that samples.
-        seq_ids: the sequence that owned the row at that time.
+        rows: the batch row that samples.
+        seq_ids: the sequence that owned the batch row when the batch was built.
         positions: position of the sampled token in its sequence.
         rows_on_device: `rows` on the device.
     """
@@ -59,8 +59,8 @@ class InputBatch:
         num_groups: G, including the state group.
         device: device of the batch tensors and of the pool.
         first_state: id of the first recurrent state; None: there is no state group.
-        layers_per_slice: number of layers per cache slice, for each group. A block of the pool
-            holds that many blocks of one layer. Empty: one everywhere.
+        layers_per_slice: number of layers that share a cache slice, per group. A block of the pool
+            then contains one block of each of them. None or []: one layer per slice.
 
     Attributes:
         pool: [R + 1] int64 on the device, the last sampled token per row; the last entry is
@@ -81,10 +81,8 @@ class InputBatch:
         layers_per_slice: list[int] | None = None,
     ) -> None:
         self.block_size, self.first_state, self._device = block_size, first_state, device
-        self.num_kv_groups, self.layers_per_slice = (
-            num_groups - (first_state is not None),
-            layers_per_slice,
-        )
+        self.num_kv_groups = num_groups - (first_state is not None)
+        self.layers_per_slice = layers_per_slice
         # Why not numpy: it backs a large array with 2 MiB pages, see `zeros`.
         host, tokens = torch.device("cpu"), (max_num_seqs, max_model_len + 1)
         self.token_ids = zeros(tokens, torch.int32, host).numpy()
@@ -125,38 +123,37 @@ class InputBatch:
     def _forget(self, rows: int | list[int]) -> None:
         self.pool_positions[rows] = self.seq_ids[rows] = -1
 
-    def keep(self, lines: SamplingIndices, token_ids: torch.Tensor) -> None:
+    def store_sampled(self, lines: SamplingIndices, token_ids: torch.Tensor) -> None:
         """Writes sampled tokens [L] to the pool, one per row, for the next step. On a CPU, where
-        they are available at once, writes them to the host buffers instead."""
+        they are available immediately, writes them to the host buffers instead."""
         if self._device.type == "cpu":
-            self.write(lines, token_ids.numpy())
+            self.write_host(lines, token_ids.numpy())
             return
         self.pool.index_copy_(0, lines.rows_on_device, token_ids)
         self.pool_positions[lines.rows] = lines.positions
 
-    def write(self, lines: SamplingIndices, token_ids: Ints) -> None:
+    def write_host(self, lines: SamplingIndices, token_ids: Ints) -> None:
         """Writes sampled tokens [L] to the host buffers, for rows that still belong to the sequence
         that sampled them."""
-        still = self.seq_ids[lines.rows] == lines.seq_ids
-        self.token_ids[lines.rows[still], lines.positions[still]] = token_ids[still]
+        is_current = self.seq_ids[lines.rows] == lines.seq_ids
+        self.token_ids[lines.rows[is_current], lines.positions[is_current]] = token_ids[is_current]
 
     def make_batch(
         self, plan: StepPlan, scored: tuple[Ints, Ints] | None = None
     ) -> tuple[Batch, SamplingIndices]:
         """Builds the tensors of a step; sequences with one query token come first.
 
-        Logits are computed for the lines that sample, followed by the `scored` positions of each
-        entry. `scored` holds two arrays [E]: how many positions to skip, and how many to score.
+        Logits are computed for the positions that are sampled, followed by the `scored` positions.
+        `scored` has two arrays [E]: how many positions of an entry to skip, and how many to score.
         """
         rows = np.array(plan.rows, np.int64)
         starts = np.array(plan.starts, np.int64)
         counts = np.array(plan.num_scheduled_tokens, np.int64)
         if plan.num_logits == plan.num_scheduled_tokens == [1] * len(rows) and scored is None:
-            # Why: a fast path with the same result; with one stream the general path costs time per
-            # token.
+            # Why: this fast path has the same result, and saves time per token with one stream.
             offsets = np.arange(len(rows) + 1)
-            order = entries = wanted = offsets[:-1]
-            seq_rows, seq_starts, seq_counts, back = rows, starts, counts, counts
+            order = entries = logits_indices = offsets[:-1]
+            seq_rows, seq_starts, seq_counts, from_end = rows, starts, counts, counts
         else:
             # The batch contains the entries that compute something, decodes first.
             computing = np.flatnonzero(counts)
@@ -166,17 +163,18 @@ class InputBatch:
             np.cumsum(seq_counts, out=offsets[1:])
             ends = np.zeros(len(rows), np.int64)
             ends[order] = offsets[1:]
-            wanted, entries, back = _wanted_logits(plan, ends, counts, scored)
+            logits_indices, entries, from_end = _logits_indices(plan, ends, counts, scored)
         seq_lens, line_rows = seq_starts + seq_counts, rows[entries]
         max_seq_len = int(seq_lens.max(initial=1))
         num_blocks = -(-max_seq_len // self.block_size)
         tokens = self._gather_tokens(seq_rows, seq_starts, seq_counts)
         (
             token_ids, positions, slot_mapping, in_pool, pool_rows,
-            query_start_loc, device_seq_lens, block_tables, logits_indices, rows_on_device,
+            query_start_loc, device_seq_lens, block_tables, device_logits_indices, rows_on_device,
         ) = ship(
             self._device, *tokens, offsets.astype(np.int32), seq_lens.astype(np.int32),
-            self.block_tables[: self.num_kv_groups, seq_rows, :num_blocks], wanted, line_rows,
+            self.block_tables[: self.num_kv_groups, seq_rows, :num_blocks],
+            logits_indices, line_rows,
         )  # fmt: skip
         if len(in_pool):
             token_ids.index_copy_(0, in_pool, self.pool.index_select(0, pool_rows))
@@ -188,7 +186,7 @@ class InputBatch:
                 self._device, self.block_tables[-1], self.first_state, self.block_size,
                 order, seq_rows, seq_starts, seq_counts, offsets,
             )  # fmt: skip
-        takes_all = wanted is order or np.array_equal(wanted, np.arange(offsets[-1]))
+        is_all = logits_indices is order or np.array_equal(logits_indices, np.arange(offsets[-1]))
         batch = Batch(
             token_ids=token_ids,
             positions=positions,
@@ -196,7 +194,7 @@ class InputBatch:
             query_start_loc=query_start_loc,
             seq_lens=device_seq_lens,
             block_tables=block_tables,
-            logits_indices=None if takes_all else logits_indices,
+            logits_indices=None if is_all else device_logits_indices,
             num_decodes=int((seq_counts == 1).sum()),
             max_query_len=int(seq_counts.max(initial=1)),
             max_seq_len=max_seq_len,
@@ -206,7 +204,7 @@ class InputBatch:
             entries=entries,
             rows=line_rows,
             seq_ids=self.seq_ids[line_rows],
-            positions=(starts + counts)[entries] - back + 1,
+            positions=(starts + counts)[entries] - from_end + 1,
             rows_on_device=rows_on_device,
         )
         return batch, lines
@@ -232,7 +230,7 @@ class InputBatch:
         )
 
 
-def _wanted_logits(
+def _logits_indices(
     plan: StepPlan, ends: Ints, counts: Ints, scored: tuple[Ints, Ints] | None
 ) -> tuple[Ints, Ints, Ints]:
     """Indices of the step's tokens [T] that produce logits.
@@ -242,20 +240,20 @@ def _wanted_logits(
         counts: [E], tokens per entry.
 
     Returns:
-        Indices [L] of the sampling lines, followed by the scored ones; for each sampling line its
-        entry, and its distance from the end of its entry (at least 1).
+        Indices of the sampled positions, followed by the scored ones; for each sampled position
+        its entry, and its distance from the end of its entry (at least 1).
     """
     num_logits = np.array(plan.num_logits, np.int64)
     scoring = ends[:0]
     if scored is not None:
         scoring, _ = _ranges(ends - counts + scored[0], scored[1])
     if plan.forks:
-        _lend_ends(plan, ends)
+        _use_parent_ends(plan, ends)
     sampling, entries = _ranges(ends - num_logits, num_logits)
     return np.concatenate((sampling, scoring)), entries, ends[entries] - sampling
 
 
-def _lend_ends(plan: StepPlan, ends: Ints) -> None:
+def _use_parent_ends(plan: StepPlan, ends: Ints) -> None:
     """Makes a fork of this step, which computes nothing, sample from its parent's last position."""
     entry_of_row = {row: entry for entry, row in enumerate(plan.rows)}
     for fork in plan.forks:
@@ -265,8 +263,8 @@ def _lend_ends(plan: StepPlan, ends: Ints) -> None:
 
 
 def _ranges(starts: Ints, lengths: Ints) -> tuple[Ints, Ints]:
-    """The numbers start, start + 1, ... of each range, concatenated; and the range that each number
-    belongs to. The first result may be `starts` itself."""
+    """The integers start, start + 1, ... of each range, concatenated; and the range that each
+    integer belongs to. The first result may be `starts` itself."""
     if (lengths == 1).all():  # true in most steps
         return starts, np.arange(len(starts))
     ranges = np.repeat(np.arange(len(starts)), lengths)

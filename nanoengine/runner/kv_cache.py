@@ -2,12 +2,12 @@
 
     kv [2, layers of a group, num_blocks, P, K, D]      P tokens per block, K KV heads, D head dim
         │        │                                  (heads first, [K, P, D], if the backend asks)
-        keys,    layer i of every group uses slice i: groups share the pool, never a block
+        keys,    layer i of every group uses slice i; groups share the pool, but no block
         values                                  (int8: D + 4, a float32 scale after D codes)
-    kv [1, ...]    if values are parts of their keys, `AttentionSpec.value_dim`
+    kv [1, ...]    if values are parts of their keys (MLA): see `AttentionSpec.value_dim`
     states [layers, 1 + num_states, elements of a state]     slot 0 stays zero
 
-The ModelRunner allocates it once, when it starts; nothing grows while the engine runs.
+The ModelRunner allocates it once, at its start; nothing grows while the engine runs.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from nanoengine.models.linear_attention import RecurrentLayer
 
 
-PRIVATE = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANON} if hasattr(mmap, "MAP_PRIVATE") else {}
+MMAP_FLAGS = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANON} if hasattr(mmap, "MAP_PRIVATE") else {}
 """Flags for private memory. Windows has no such flags, and anonymous memory is private there."""
 
 
@@ -43,7 +43,7 @@ def block_bytes(
     parts: int = 2,
 ) -> int:  # fmt: skip
     """Bytes of one block: keys and values of `block_size` tokens over `num_layers` layers. With
-    `parts` 1 only keys are stored, and the values are parts of them.
+    `parts=1` only keys are stored, and the values are parts of them.
 
     >>> f16 = torch.float16
     >>> block_bytes(block_size=16, num_kv_heads=32, head_dim=128, num_layers=1, dtype=f16)
@@ -75,19 +75,19 @@ def make_groups(
 ) -> tuple[KVGroup, ...]:
     """The KV groups of a model of `dtype`: one if all layers cache the same per token."""
     plan = config.plan
-    others = config.states, plan.gemma4, plan.latent, *config.sliding_windows
-    if not any(others):
+    special_caches = config.states, plan.gemma4, plan.mla, *config.sliding_windows
+    if not any(special_caches):
         return (KVGroup(layers=tuple(range(config.num_hidden_layers))),)
-    from nanoengine.runner.groups import other_groups
+    from nanoengine.runner.groups import hybrid_groups
 
     sizes = {"block_size": block_size, "kv_dtype": kv_dtype, "block_bytes": block_bytes}
-    return other_groups(config, state_dtype=state_dtype_for(dtype), **sizes)
+    return hybrid_groups(config, state_dtype=state_dtype_for(dtype), **sizes)
 
 
 def layers_per_slice(config: ModelConfig, groups: Sequence[KVGroup]) -> list[int]:
     """Number of layers that share a slice, per group; [] if no layers share one."""
-    varied = config.plan.gemma4
-    return [varied.layers_per_slice(group.sliding_window) for group in groups] if varied else []
+    gemma4 = config.plan.gemma4
+    return [gemma4.layers_per_slice(group.sliding_window) for group in groups] if gemma4 else []
 
 
 def stored_dtype(kv_cache_dtype: str, dtype: torch.dtype) -> torch.dtype:
@@ -121,8 +121,8 @@ class KVCache:
         size, self.groups = layout.block_size, kv_groups(layout.groups)
         inner = (size, num_kv_heads) if order == "PKD" else (num_kv_heads, size)
         slices = max(len(group.layers) for group in self.groups)
-        row = stored_dim(head_dim, dtype)
-        self.kv = zeros((parts, slices, layout.num_blocks, *inner, row), dtype, device)
+        shape = parts, slices, layout.num_blocks, *inner, stored_dim(head_dim, dtype)
+        self.kv = zeros(shape, dtype, device)
         self.num_blocks, self.num_states = layout.num_blocks, layout.num_states
         self.state_dtype = state_dtype
         self.states: torch.Tensor | None = None
@@ -132,12 +132,12 @@ class KVCache:
     ) -> None:
         """Gives each attention layer its k_cache and v_cache slice and its group, and each layer
         with a recurrent state its slice of the states."""
-        numbers = sorted(number for group in self.groups for number in group.layers)
-        by_number = dict(zip(numbers, layers, strict=True))
-        for index, group in enumerate(self.groups):
-            for position, number in enumerate(group.layers):
-                layer, values = by_number[number], self.kv[-1, position]
-                layer.bind(self.kv[0, position], values[..., : layer.spec.value_dim], index)
+        layer_ids = sorted(layer_id for group in self.groups for layer_id in group.layers)
+        by_id = dict(zip(layer_ids, layers, strict=True))
+        for group_id, group in enumerate(self.groups):
+            for slice_id, layer_id in enumerate(group.layers):
+                layer, values = by_id[layer_id], self.kv[-1, slice_id]
+                layer.bind(self.kv[0, slice_id], values[..., : layer.spec.value_dim], group_id)
         if self.num_states:
             shape = (len(state_layers), 1 + self.num_states, state_layers[0].plan.size)
             self.states = zeros(shape, self.state_dtype, self.kv.device)
@@ -181,9 +181,9 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> t
         return torch.zeros(shape, dtype=dtype, device=device)
     num_bytes = math.prod(shape) * dtype.itemsize
     try:
-        memory = mmap.mmap(-1, num_bytes, **PRIVATE)
+        memory = mmap.mmap(-1, num_bytes, **MMAP_FLAGS)
     except OSError as error:
-        raise MemoryError(f"no room for {num_bytes / GIB:,.1f} GiB of KV blocks") from error
+        raise MemoryError(f"no memory for {num_bytes / GIB:,.1f} GiB of KV blocks") from error
     if hasattr(mmap, "MADV_NOHUGEPAGE"):
         # Why: pages are first touched block by block and row by row. Perf: the first touch runs at
         # 1.4 GB/s with 4 KiB pages, and at 0.3 GB/s with 2 MiB pages, which a virtual machine has

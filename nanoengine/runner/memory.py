@@ -2,7 +2,7 @@
 
     GPU   a share of all memory, minus the memory in use, which includes the weights
           minus the activations of the largest steps, measured by running them (`profile_run.py`)
-          minus CUDA graphs, measured by capturing two, and the staging buffers of a host tier
+          minus CUDA graphs, measured by capturing two, and the staging buffers of KV offload
     CPU   a share of the free memory, or 4 GiB if that is less
 
 The rest, or the size set in the config, is divided into blocks (`plan_memory`). The ModelRunner
@@ -29,7 +29,7 @@ STAGING_BYTES = 2**27
 CPU_DEFAULT_FRAC = 0.3
 CPU_DEFAULT_MAX_BYTES = 4 * GIB
 GPU_DEFAULT_FRAC = 0.9
-LEAST_STATES = 4
+MIN_STATES = 4
 """The minimum number of states: two sequences that each read one and write another."""
 SNAPSHOT_TOKENS = 512
 """Maximum number of tokens between two snapshots."""
@@ -37,7 +37,7 @@ SNAPSHOT_TOKENS = 512
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
-    """How the memory is used, in bytes. `max_model_len` is the length that the pool allows.
+    """How the memory is used, in bytes. `max_model_len` is the maximum that the KV pool allows.
 
     `graph_bytes` is the GPU memory used by the decode step, its graphs and the driver's copies of
     them; `staging_bytes` are the buffers between the GPU and a host tier.
@@ -62,17 +62,17 @@ class MemoryPlan:
             ("weights", self.weight_bytes),
             ("activations", self.activation_bytes),
             ("CUDA graphs", self.graph_bytes),
-            ("host tier's staging", self.staging_bytes),
+            ("KV offload staging", self.staging_bytes),
             ("KV cache", self.kv_bytes),
             ("states", layout.num_states * layout.state_bytes),
         ]
-        named = ", ".join(
+        sizes = ", ".join(
             f"{name} {size / GIB:.2f} GiB"
             for name, size in parts
             if size or name in ("weights", "activations", "KV cache")
         )
         lines = [
-            f"memory: {named}",
+            f"memory: {sizes}",
             f"KV cache: {layout.num_blocks} blocks of {layout.block_size} tokens = {num_tokens}"
             f" tokens = {num_tokens / self.max_model_len:.1f} sequences of {self.max_model_len}",
         ]
@@ -104,9 +104,9 @@ def plan_memory(
     Args:
         layout: sizes of a block and of a state; this function sets their numbers.
         context_len: the model's maximum context [tokens].
-        measure: returns the bytes of activations and of CUDA graphs. Called only on a GPU, and only
-            if no setting gives the size of the pool.
-        ranks: all ranks use the smallest of their numbers of blocks.
+        measure: returns the bytes of activations and of CUDA graphs. Called only on a GPU whose
+            pool size is not set.
+        ranks: all ranks get the same number of blocks, the smallest of theirs.
 
     Raises:
         ConfigError: a setting asks for more memory than there is, or `max_model_len` for more
@@ -138,7 +138,7 @@ def plan_memory(
             longest *= len(kv_groups(layout.groups))
             # Why the bound: with this many blocks every row can have the maximum length.
             num_blocks = min(num_blocks, config.max_num_seqs * longest + 1)
-    layout = replace(layout, num_blocks=ranks.least(num_blocks), num_states=num_states)
+    layout = replace(layout, num_blocks=ranks.min_over_ranks(num_blocks), num_states=num_states)
     return MemoryPlan(
         layout=layout,
         max_model_len=_max_model_len(config.max_model_len, context_len, layout),
@@ -155,27 +155,27 @@ def kv_groups(groups: Iterable[KVGroup]) -> tuple[KVGroup, ...]:
 
 
 def _num_states(config: EngineConfig, num_bytes: int, state_bytes: int) -> int:
-    """The number of states that fit in these bytes, but at least `LEAST_STATES`."""
+    """The number of states that fit in these bytes, but at least `MIN_STATES`."""
     if not state_bytes:
         return 0
-    return min(2 * config.max_num_seqs, max(num_bytes // state_bytes, LEAST_STATES))
+    return min(2 * config.max_num_seqs, max(num_bytes // state_bytes, MIN_STATES))
 
 
-def _max_model_len(asked: int | None, context_len: int, layout: KVLayout) -> int:
+def _max_model_len(requested: int | None, context_len: int, layout: KVLayout) -> int:
     """The requested length, or else the longest sequence that fits the pool [tokens]."""
     num_blocks, block_size = layout.num_blocks, layout.block_size
     if all(group.sliding_window is None for group in layout.groups):
         tokens = (num_blocks - 1) * block_size
     else:  # a window may hold far less than the length: the scheduler checks each request
         tokens = context_len if num_blocks > len(kv_groups(layout.groups)) else 0
-    if (asked or 2) > tokens:
-        lower = f"the largest that fits is {tokens}: lower max_model_len, or " if tokens > 1 else ""
+    if (requested or 2) > tokens:
+        hint = f"the largest that fits is {tokens}: lower max_model_len, or " if tokens > 1 else ""
         raise ConfigError(
-            f"max_model_len={asked or context_len} does not fit the KV cache: {num_blocks} blocks"
-            f" of {block_size} tokens (one is the null block); {lower}raise num_kv_blocks,"
+            f"max_model_len={requested or context_len} does not fit the KV cache: {num_blocks}"
+            f" blocks of {block_size} tokens (one is the null block); {hint}raise num_kv_blocks,"
             " kv_cache_gib or memory_fraction"
         )
-    return asked or min(context_len, tokens)
+    return requested or min(context_len, tokens)
 
 
 def blocks_between_snapshots(state_bytes: int, block_bytes: int, block_size: int) -> int:
@@ -244,7 +244,7 @@ def require_memory(setting: str, num_bytes: float, device: torch.device) -> None
         total = total_cpu_bytes()
     if num_bytes > total:
         raise ConfigError(
-            f"{setting} asks for {num_bytes / GIB:,.0f} GiB; {device} has {total / GIB:,.1f} GiB:"
+            f"{setting} needs {num_bytes / GIB:,.0f} GiB, and {device} has {total / GIB:,.1f} GiB:"
             " lower it"
         )
 

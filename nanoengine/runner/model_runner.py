@@ -1,14 +1,13 @@
 """ModelRunner: the in-process Executor. Carries out a StepPlan in tensors.
 
-    launch()   rows.update ─► Batch ─► model ─► the most likely token of each row ─► download
-    result()   of the `LaunchedStep` that it returns: waits for the download
+    launch()   InputBatch.update ─► Batch ─► model ─► most likely token of each row ─► download
+    result()   of the LaunchedStep that `launch` returns: waits for the download
 
-A plan may also copy blocks, load blocks from tiers before the forward, and store some after it.
+A plan may also copy blocks, load blocks from tiers before the forward, and store blocks after it.
+The runner makes no scheduling decisions.
 
-Implements `Executor`. The runner makes no scheduling decisions.
-
-Related files: start.py (load, measure, allocate), sampling/step_sampler.py (draws, edits, drafts),
-graphs.py (decodes that replay a CUDA graph; `tests/runner/test_graphs.py` compares).
+Related files: start.py (load, measure, allocate), sampling/step_sampler.py (everything but
+greedy tokens), graphs.py (decodes that replay a CUDA graph).
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ class ModelRunner(RunnerSetup):
     """Runs one model on one device; `RunnerSetup` documents its arguments.
 
     Attributes:
-        step_sampler: samples rows that are not plain; None until there is such a row.
+        step_sampler: samples rows that are not plain; None before the first such row.
     """
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
@@ -38,11 +37,11 @@ class ModelRunner(RunnerSetup):
         of the previous step.
         """
         started = time.perf_counter()
-        step = LaunchedStep(plan=plan, rows=self.rows, now=self.now, started=started)
+        step = LaunchedStep(plan=plan, input_batch=self.input_batch, now=self.now, started=started)
         with torch.inference_mode(), self.as_current():
-            self._update_rows(plan)
+            self._update_batch(plan)
             if plan.transfers or plan.block_copies:
-                self._bring_blocks(plan, step)
+                self._load_blocks(plan, step)
             if plan.rows:
                 step.tensors = self._run(step)
                 if self.start_download is not None:
@@ -50,14 +49,14 @@ class ModelRunner(RunnerSetup):
             if plan.transfers:
                 self._store_blocks(plan, step)
         if self.step_sampler is not None:
-            self.step_sampler.latest = step
+            self.step_sampler.previous_step = step
         return step
 
-    def _update_rows(self, plan: StepPlan) -> None:
-        """Updates the rows and the step sampler's copy of their parameters."""
+    def _update_batch(self, plan: StepPlan) -> None:
+        """Applies the plan's row changes to the InputBatch, the sampler and the decode step."""
         if plan.draft_token_ids or not all(map(is_plain, plan.admitted)):
-            self.need_step_sampler()
-        self.rows.update(plan)
+            self.ensure_step_sampler()
+        self.input_batch.update(plan)
         if self.step_sampler is not None:
             self.step_sampler.update(plan)
         if self.graphed is not None:
@@ -68,26 +67,27 @@ class ModelRunner(RunnerSetup):
         plan, sampler = step.plan, self.step_sampler
         if self.graphed is not None and self.graphed.step.fits(plan):
             return self.graphed.run(step, sampler)
-        asked = sampler if sampler is not None and sampler.samples(plan) else None
-        scored = None if asked is None else asked.scored(plan)
-        batch, step.lines = self.rows.make_batch(plan, scored)
+        if sampler is not None and not sampler.handles(plan):
+            sampler = None
+        scored = None if sampler is None else sampler.scored(plan)
+        batch, step.lines = self.input_batch.make_batch(plan, scored)
         batch.attention = self.backend.prepare(batch)
         step.times.prepare_s = time.perf_counter() - step.started - step.times.load_s
         step.marks.append(self.now())
         hidden = self.model(batch)
-        if asked is not None:
-            return asked.run(step, hidden, scored)
+        if sampler is not None:
+            return sampler.run(step, hidden, scored)
         packed = most_likely_tokens(self.model, hidden) if len(step.lines.entries) else None
         step.marks.append(self.now())
         if packed is not None:
-            self.rows.keep(step.lines, packed[0])
+            self.input_batch.store_sampled(step.lines, packed[0])
         step.marks.append(self.now())
         return [] if packed is None else [packed]
 
     # --- blocks between tiers, and copies -----------------------------------------------------
 
-    def _bring_blocks(self, plan: StepPlan, step: LaunchedStep) -> None:
-        """Loads blocks from the tiers, then copies blocks that are about to be written."""
+    def _load_blocks(self, plan: StepPlan, step: LaunchedStep) -> None:
+        """Loads blocks from the tiers, then makes the plan's block copies (copy-on-write)."""
         step.times.load_s = sum(
             self.tier_storage[transfer.tier].load(transfer.tier_ids, transfer.device_ids)
             for transfer in plan.transfers
@@ -97,7 +97,7 @@ class ModelRunner(RunnerSetup):
             self.kv_cache.copy_blocks(plan.block_copies)
 
     def _store_blocks(self, plan: StepPlan, step: LaunchedStep) -> None:
-        """Stores blocks that are now full in the tiers."""
+        """Starts to store blocks that have become full in the tiers."""
         for transfer in plan.transfers:
             if transfer.kind == "store":
                 storage = self.tier_storage[transfer.tier]
@@ -109,8 +109,7 @@ class ModelRunner(RunnerSetup):
         """Frees the weights and the KV cache and returns a GPU's memory to the system."""
         self.tier_storage = {}
         # Why the backend too: it keeps views of the cache.
-        parts = ("model", "graphed", "kv_cache", "rows", "step_sampler", "backend")
-        for name in parts:
+        for name in ("model", "graphed", "kv_cache", "input_batch", "step_sampler", "backend"):
             vars(self).pop(name, None)
         gc.collect()
         if self.device.type == "cuda":

@@ -5,8 +5,8 @@
 Each tensor is stored through the slot with which `models/loader.py` has filled the model. Fused,
 packed and quantized weights are therefore the same as after a fresh load. The weights keep their
 addresses, so CUDA graphs and compiled calls remain valid. Called by `features/new_weights.py` and
-by the ranks of a model. It does not know requests or the prefix cache, whose keys and values belong
-to the old weights.
+by the ranks of a model. The caller drops the prefix cache, whose keys and values belong to the old
+weights.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from pathlib import Path
 import torch
 
 from nanoengine.checkpoint.config import ModelConfig, load_model_config
-from nanoengine.checkpoint.files import Stored, read_tensors, stored_tensors
+from nanoengine.checkpoint.files import TensorInfo, read_tensors, stored_tensors
 from nanoengine.checkpoint.slots import PREFIXES, TensorNames, WeightSlot
-from nanoengine.checkpoint.weights import HARMLESS, drop_copy
+from nanoengine.checkpoint.weights import HARMLESS, drop_tied_head
 from nanoengine.errors import EngineDeadError, WeightLoadError
 from nanoengine.layers.embedding import NAME
 from nanoengine.layers.kernels import LinearMethod
@@ -34,14 +34,14 @@ from nanoengine.settings.files import is_gguf
 Source = Mapping[str, torch.Tensor] | Path
 """Tensors by their checkpoint names, or the folder of a checkpoint."""
 
-NAMES = {**DTYPES, torch.float32: "F32", torch.float64: "F64"}
+DTYPE_NAMES = {**DTYPES, torch.float32: "F32", torch.float64: "F64"}
 
 NOT_COMPARED = {"dtype", "ends", "generation_defaults", "ignored_tensors"}
 """Fields of a ModelConfig that don't affect what the layers compute."""
 
 
 def load_weights(runner: RunnerSetup, source: Source) -> list[str]:
-    """Replaces the weights that `source` names; returns their names.
+    """Replaces the weights that `source` contains; returns their names.
 
     Raises:
         WeightLoadError: the weights don't fit, and nothing was written.
@@ -56,38 +56,38 @@ def load_weights(runner: RunnerSetup, source: Source) -> list[str]:
                 if isinstance(module, LinearMethod):
                     module.finish()
     except Exception as error:
-        raise EngineDeadError(f"{error}; the model has only a part of the new weights") from error
+        raise EngineDeadError(f"{error}; only a part of the new weights was loaded") from error
     return sorted(slots)
 
 
 def _slots_for(runner: RunnerSetup, source: Source) -> dict[str, WeightSlot]:
     """The slots of all given tensors, after checking that the tensors fit them."""
     config = runner.model_config
-    why = "it gives vectors or classes, no text" if config.headless else ""
+    why = "it returns vectors or classes, not text" if config.headless else ""
     if config.quantization is not None:
         why = f"its checkpoint stores them in {config.quantization.kind}, not as floats"
     if why:
         raise WeightLoadError(
-            f"this model takes no new weights: {why}; make a new LLM of the new checkpoint"
+            f"this model does not support new weights: {why}; create an LLM with the new checkpoint"
         )
     from_gguf = [isinstance(p, Path) and is_gguf(p) for p in (source, runner.options.directory)]
     if from_gguf[0] != from_gguf[1]:
         raise WeightLoadError(
-            "new weights and this model's own must all be of GGUF files, or none: such a file may"
-            " store a norm plus 1 and rows in another order; make a new LLM of the new ones"
+            "new weights must be a GGUF file if this model was loaded from one, and only then: GGUF"
+            " may store a norm plus 1 and rows in another order; create an LLM with the new file"
         )
     if isinstance(source, Path):
         _require_same_model(config, source)
         stored = stored_tensors(source)
     else:
         stored = {
-            name: Stored(Path(), tuple(tensor.shape), NAMES.get(tensor.dtype, str(tensor.dtype)))
-            for name, tensor in source.items()
+            name: TensorInfo(Path(), tuple(x.shape), DTYPE_NAMES.get(x.dtype, str(x.dtype)))
+            for name, x in source.items()
         }
     stored = tensors_to_run(config, stored)
-    ours = weight_slots(runner.model)
+    known = weight_slots(runner.model)
     if config.tie_word_embeddings:
-        ours["lm_head.weight"] = ours["model.embed_tokens.weight"]
+        known["lm_head.weight"] = known["model.embed_tokens.weight"]
     # Why several: a subset of the tensors may not reveal the prefix, and transformers' names in
     # memory can differ from the names in its files.
     schemes = [
@@ -95,18 +95,18 @@ def _slots_for(runner: RunnerSetup, source: Source) -> dict[str, WeightSlot]:
         for parts in (config.tensor_names, {})
         for prefix in PREFIXES
     ]
-    fitting = (names for names in schemes if stored.keys() <= _taken(names.of(ours), stored).keys())
+    fitting = (names for names in schemes if stored.keys() <= _pick(names.of(known), stored).keys())
     names = next(fitting, schemes[0])
     if config.tie_word_embeddings:
         _drop_tied(source, stored, names("lm_head.weight"), names("model.embed_tokens.weight"))
-    slots = _taken(names.of(ours), stored)
+    slots = _pick(names.of(known), stored)
     _require_fit(slots, stored)
-    kept = runner.model.model.embed_tokens.weight.dtype
-    kinds = {one.dtype for one in stored.values() if len(one.shape) > 1}
-    if kept.itemsize < runner.dtype.itemsize and kinds - {NAMES[kept]}:
+    dtype = runner.model.model.embed_tokens.weight.dtype
+    new_dtypes = {tensor.dtype for tensor in stored.values() if len(tensor.shape) > 1}
+    if dtype.itemsize < runner.dtype.itemsize and new_dtypes - {DTYPE_NAMES[dtype]}:
         warnings.warn(
-            f"new weights are rounded to {kept}, in which this model has kept its own since it was"
-            f" loaded: load it from a checkpoint of {runner.dtype} to keep all digits",
+            f"new weights are rounded to {dtype}, in which this model was loaded: load it from a"
+            f" checkpoint of {runner.dtype} to keep their precision",
             stacklevel=5,  # the caller of `LLM.load_weights`
         )
     return slots
@@ -118,42 +118,42 @@ def _require_same_model(config: ModelConfig, folder: Path) -> None:
     if not is_gguf(folder) and not (folder / "config.json").is_file():
         return
     other = load_model_config(folder)
-    names = [one.name for one in fields(config) if one.name not in NOT_COMPARED]
+    names = [field.name for field in fields(config) if field.name not in NOT_COMPARED]
     differing = [name for name in names if getattr(config, name) != getattr(other, name)]
     if differing:
         raise WeightLoadError(
-            f"{folder} is of another model, with other {join_names(differing)}: make a new LLM of"
+            f"{folder} is a different model (different {join_names(differing)}): create an LLM with"
             " it"
         )
 
 
-def _taken(slots: Mapping[str, WeightSlot], stored: Collection[str]) -> dict[str, WeightSlot]:
+def _pick(slots: Mapping[str, WeightSlot], stored: Collection[str]) -> dict[str, WeightSlot]:
     """The slots, or pieces of slots, with these names."""
     found: dict[str, WeightSlot] = {}
     for name, slot in slots.items():
         if name in stored:
             found[name] = slot
         else:
-            found |= _taken(slot.pieces, stored)
+            found |= _pick(slot.pieces, stored)
     return found
 
 
-def _drop_tied(source: Source, stored: dict[str, Stored], head: str, embedding: str) -> None:
+def _drop_tied(source: Source, stored: dict[str, TensorInfo], head: str, embedding: str) -> None:
     """Drops a head that is tied to the embedding; raises WeightLoadError if the two differ."""
     if not {head, embedding} <= stored.keys():
         return
     if isinstance(source, Path):
-        drop_copy(stored, head, embedding)
+        drop_tied_head(stored, head, embedding)
         return
     del stored[head]
     if source[head].shape != source[embedding].shape or not source[head].equal(source[embedding]):
         raise WeightLoadError(
-            f"this model's {head} is its {embedding} (tie_word_embeddings), and the given ones"
-            " differ: give one of them"
+            f"this model ties {head} to {embedding} (tie_word_embeddings), and the new tensors"
+            " differ: pass only one of them"
         )
 
 
-def _require_fit(slots: Mapping[str, WeightSlot], stored: Mapping[str, Stored]) -> None:
+def _require_fit(slots: Mapping[str, WeightSlot], stored: Mapping[str, TensorInfo]) -> None:
     shapes = {name: stored[name].shape for name in slots}
     problems = {
         "unknown": [n for n in stored if n not in slots and not HARMLESS.fullmatch(n)],
@@ -165,22 +165,22 @@ def _require_fit(slots: Mapping[str, WeightSlot], stored: Mapping[str, Stored]) 
         "not floats": [f"{n} {stored[n].dtype}" for n in slots if stored[n].dtype not in FLOATS],
     }
     if not slots or any(problems.values()):
-        found = [f"{what}: {join_names(names)}" for what, names in problems.items() if names]
+        found = [f"{problem}: {join_names(names)}" for problem, names in problems.items() if names]
         raise WeightLoadError(
-            "new weights don't fit the model, which keeps its own: names and shapes are those of"
-            f" its checkpoint; {'; '.join(found) or 'there are none'}"
+            "new weights don't fit the model, which is unchanged: names and shapes must be as in"
+            f" its checkpoint; {'; '.join(found) or 'there are no tensors'}"
         )
 
 
 def _parts(source: Source, slots: Mapping[str, WeightSlot]) -> Iterator[tuple[str, torch.Tensor]]:
     """The part of each tensor that belongs to this rank."""
     if not isinstance(source, Path):
-        for name in slots:  # Why whole: several ranks get a folder.
+        for name in slots:  # Why no slicing: with several ranks the source is a folder.
             yield name, source[name].detach()
         return
     by_file: dict[Path, dict[str, tuple[slice, ...]]] = defaultdict(dict)
-    for name, one in stored_tensors(source).items():
+    for name, tensor in stored_tensors(source).items():
         if name in slots:
-            by_file[one.file][name] = slots[name].part
+            by_file[tensor.file][name] = slots[name].part
     for file, parts in by_file.items():
         yield from read_tensors(file, parts)

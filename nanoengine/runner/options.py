@@ -19,17 +19,17 @@ from nanoengine.checkpoint.quantization import Quantization
 from nanoengine.errors import ConfigError
 from nanoengine.layers.collectives import Collectives
 from nanoengine.layers.kernels import Kernels
-from nanoengine.layers.layer import ModelContext, one_rank
+from nanoengine.layers.layer import ModelContext, identity
 from nanoengine.settings import cores
 from nanoengine.settings.config import EngineConfig
 
 if TYPE_CHECKING:
     from nanoengine.runner.sampling.logits_processors import LogitsProcessor
 
-OWN = ("naive", "triton")
-"""Attention backends whose kernel set does not depend on the device."""
+DEVICE_INDEPENDENT = ("naive", "triton")
+"""Attention backends that determine the kernel set, whatever the device."""
 
-NUMBERS = {"OMP_NUM_THREADS", "MKL_NUM_THREADS"}
+THREAD_VARIABLES = {"OMP_NUM_THREADS", "MKL_NUM_THREADS"}
 """Environment variables with which a user sets the number of threads."""
 
 
@@ -40,7 +40,7 @@ class RunnerOptions:
     Attributes:
         config: the user's settings.
         model_config: config of the checkpoint in `directory`.
-        device, dtype, backend: as resolved from "auto".
+        device, dtype, backend: resolved, never "auto".
         quantization: quantization of linear layers; None: floats of `dtype`, however they are
             stored.
         processors: makes the logits processors that run after those for SamplingParams.
@@ -62,15 +62,15 @@ def make_context(
     """Makes the context that the layers of the model need.
 
     Raises:
-        ConfigError: the sizes of layers are not supported, or `deterministic` is not.
+        ConfigError: the kernels don't support the layers' sizes, or `deterministic`.
     """
     config, model_config, quantization = options.config, options.model_config, options.quantization
     device, dtype = options.device, options.dtype
     if config.deterministic and (quantization is not None or model_config.moe is not None):
         what = "quantized weights" if quantization else "mixtures of experts"
         raise ConfigError(
-            f"deterministic=True does not cover {what}: their products depend on the number of"
-            " tokens; leave it out"
+            f"deterministic=True is not supported for {what}: their products depend on the number"
+            " of tokens; remove it"
         )
     kernels = make_kernels(backend, device=device, dtype=dtype, quantization=quantization)
     if quantization is None and model_config.quantization is not None:
@@ -78,7 +78,7 @@ def make_context(
 
         stored = model_config.quantization
         as_stored = Quantization(bits=stored.bits, activations="float", stored=stored)
-        kind = kernels.quantized_kind() or dequantize_all
+        kind = kernels.quantized_linear_factory() or dequantize_all
         kernels.linear = quantized_linears(as_stored, kernels.linear, kind)
     if quantization is not None and quantization.holds_embedding:
         kernels.embedding = kernels.linear
@@ -92,8 +92,8 @@ def make_context(
         max_positions=config.max_model_len,
         int8_cache=config.kv_cache_dtype == "int8",
         shard=ranks.shard,
-        all_reduce=ranks.all_reduce if ranks.group else one_rank,
-        all_gather=ranks.all_gather if ranks.group else one_rank,
+        all_reduce=ranks.all_reduce if ranks.group else identity,
+        all_gather=ranks.all_gather if ranks.group else identity,
     )
 
 
@@ -110,7 +110,7 @@ def make_kernels(
     Why imported here: an engine on a GPU then starts without numba, one on a CPU without Triton,
     and a naive one without either.
     """
-    name, kind = backend.name, "" if backend.name in OWN else device.type
+    name, kind = backend.name, "" if backend.name in DEVICE_INDEPENDENT else device.type
     if name == "cpu" or (kind == "cpu" and dtype in (torch.float32, torch.float64)):
         from nanoengine.models.cpu import CPUKernels
 
@@ -124,7 +124,7 @@ def make_kernels(
     if quantization is not None:
         from nanoengine.layers.quantized import quantized_linears
 
-        kind = kernels.quantized_kind() if device.type == "cuda" else None
+        kind = kernels.quantized_linear_factory() if device.type == "cuda" else None
         kernels.linear = quantized_linears(quantization, kernels.linear, kind)
     return kernels
 
@@ -144,9 +144,10 @@ def use_isa(config: EngineConfig) -> None:
 def use_allowed_cores() -> None:
     """Limits the threads of torch, and so of the kernels, to the cores that the process may use.
 
-    A number that the user has set is kept: one of the variables in `NUMBERS`, or a number of
-    threads that torch would not choose by itself.
+    A number that the user has set is kept: by a variable of `THREAD_VARIABLES`, or by
+    `torch.set_num_threads`, which torch would not choose by itself.
     """
     threads, allowed = torch.get_num_threads(), cores.allowed_cores()
-    if threads > allowed and threads in cores.usual_threads() and not NUMBERS & os.environ.keys():
+    is_default = threads in cores.usual_threads() and not THREAD_VARIABLES & os.environ.keys()
+    if threads > allowed and is_default:
         torch.set_num_threads(allowed)

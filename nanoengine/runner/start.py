@@ -1,9 +1,9 @@
-"""RunnerSetup: makes the parts of a ModelRunner: load, measure, allocate, bind.
+"""RunnerSetup: the start of a ModelRunner: load, measure, allocate, bind.
 
     load weights ─► profile the largest steps (GPU) ─► plan the memory ─► allocate the KV cache
-    ─► bind each layer's slice of it ─► rows ─► capture CUDA graphs (GPU)
+    ─► bind each layer's slice of it ─► InputBatch ─► capture CUDA graphs (GPU)
 
-`ModelRunner` adds what happens in each step.
+`ModelRunner` adds the steps.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ if TYPE_CHECKING:
     from nanoengine.runner.sampling.step_sampler import StepSampler
 
 SAMPLER_BYTES = 64
-"""Minimum memory of the Sampler per row: eight numbers."""
+"""Minimum memory of the Sampler per row [bytes]."""
 
 
 def current_device(device: torch.device) -> Callable[[], contextlib.AbstractContextManager[object]]:
-    """Returns a function that makes a context manager, in which a GPU is the current device.
+    """Returns a function that makes a context manager in which a GPU is the current device.
 
     Why: Triton launches and CUDA graphs capture on the current device, wherever the tensors are.
     """
@@ -54,7 +54,7 @@ def current_device(device: torch.device) -> Callable[[], contextlib.AbstractCont
 
 
 class RunnerSetup:
-    """The parts of a ModelRunner: model, memory plan, KV cache, rows, backend.
+    """Loads and allocates the model, memory plan, KV cache, InputBatch and backend of a runner.
 
     `ranks` are the ranks that share each layer; None: there is only this one.
     """
@@ -75,12 +75,12 @@ class RunnerSetup:
             block_size=self.block_size,
             kv_dtype=self.kv_dtype,
             deterministic=self.config.deterministic,
-            latent=self.model_config.plan.latent is not None,
+            is_mla=self.model_config.plan.mla is not None,
         )
         self.groups = kv_cache.make_groups(
             self.model_config, block_size=self.block_size, dtype=self.dtype, kv_dtype=self.kv_dtype
         )
-        # `extra_block_bytes` is for other data that is kept per block.
+        # `extra_block_bytes`: set by features that keep other data per block.
         self.num_parameters = self.extra_block_bytes = 0
         self.tier_storage: dict[str, TierStorage] = {}
 
@@ -98,10 +98,10 @@ class RunnerSetup:
 
     def _start(self) -> KVLayout:
         context_len = self.model_config.max_position_embeddings
-        asked = self.config.max_model_len
-        if asked is not None and asked > context_len:
+        max_len = self.config.max_model_len
+        if max_len is not None and max_len > context_len:
             raise ConfigError(
-                f"max_model_len must be at most the model's context of {context_len}, got {asked}"
+                f"max_model_len must be at most the model's context of {context_len}, got {max_len}"
             )
         if self.device.type == "cuda" and self.dtype != torch.float64:
             from nanoengine.kernels.launch import require_compiler
@@ -113,7 +113,7 @@ class RunnerSetup:
             num_layers=max(len(group.layers) for group in kv_groups(self.groups)),
             **self.kv_sizes,
         )
-        plans = (layer.plan for layer in self.model.state_layers)
+        plans = (layer.plan for layer in self.model.recurrent_layers)
         layout = KVLayout(
             num_blocks=0,
             block_size=self.block_size,
@@ -121,7 +121,7 @@ class RunnerSetup:
             groups=self.groups,
             state_bytes=kv_cache.state_bytes(plans, self.dtype),
         )
-        self._require_rows(SAMPLER_BYTES)
+        self._require_row_memory(SAMPLER_BYTES)
         check_vocabulary(self.model_config.vocab_size)
         self.memory = plan_memory(
             self.config,
@@ -134,17 +134,17 @@ class RunnerSetup:
         )
         layout = self.memory.layout
         self.kv_cache = self._allocate(layout)
-        self.rows = self._make_rows(self.memory.max_model_len, layout.num_blocks)
+        self.input_batch = self._make_input_batch(self.memory.max_model_len, layout.num_blocks)
         self.step_sampler: StepSampler | None = None
         if self._uses_graphs or self.config.logits_processors:
-            self.need_step_sampler(all_rows=True)
+            self.ensure_step_sampler(all_rows=True)
         self.graphed: GraphedDecode | None = None
         if self._uses_graphs:
             free = free_gpu_bytes(self.device)
-            self.graphed = self._make_graphed(self.rows, self.need_step_sampler().sampler)
+            self.graphed = self._make_graphed(self.input_batch, self.ensure_step_sampler().sampler)
             self.graphed.capture(self.graphed.sizes)
-            taken = max(0, free - free_gpu_bytes(self.device))
-            self.memory = dataclasses.replace(self.memory, graph_bytes=taken)
+            used = max(0, free - free_gpu_bytes(self.device))
+            self.memory = dataclasses.replace(self.memory, graph_bytes=used)
         self.now: Callable[[], Mark] = time.perf_counter
         self.start_download: Callable[[list[torch.Tensor]], Download] | None = None
         if self.device.type == "cuda":
@@ -174,7 +174,7 @@ class RunnerSetup:
 
     @property
     def kv_sizes(self) -> dict[str, Any]:
-        """Sizes of a token's keys and values in the cache, on this rank."""
+        """Arguments for the sizes of a token's keys and values in the cache, on this rank."""
         spec = self.model.attention_layers[0].spec
         parts = {"parts": 2 if spec.value_dim is None else 1, "dtype": self.kv_dtype}
         return parts | {"num_kv_heads": spec.num_kv_heads, "head_dim": spec.head_dim}
@@ -187,31 +187,30 @@ class RunnerSetup:
         eager = self.config.enforce_eager or self.config.tensor_parallel_size > 1
         return self.device.type == "cuda" and safe and not eager
 
-    def need_step_sampler(self, *, all_rows: bool = False) -> StepSampler:
-        """The StepSampler, made at the first call: samples rows that need more than the most likely
-        token."""
+    def ensure_step_sampler(self, *, all_rows: bool = False) -> StepSampler:
+        """Returns the StepSampler, which is made at the first call."""
         if self.step_sampler is None:
             from nanoengine.runner.sampling.step_sampler import StepSampler
 
-            processors = self.options.processors()
-            self.step_sampler = StepSampler(self.rows, self.model, processors, all_rows=all_rows)
+            batch, processors = self.input_batch, self.options.processors()
+            self.step_sampler = StepSampler(batch, self.model, processors, all_rows=all_rows)
         return self.step_sampler
 
-    def _make_graphed(self, rows: InputBatch, sampler: Sampler) -> GraphedDecode:
-        """The decode step on the device, with no graph captured yet."""
+    def _make_graphed(self, input_batch: InputBatch, sampler: Sampler) -> GraphedDecode:
+        """A GraphedDecode with no graph captured yet."""
         from nanoengine.runner.decode_step import DecodeStep
         from nanoengine.runner.graphs import CudaGraphs, GraphedDecode
 
-        step = DecodeStep(self.model, self.backend, rows, sampler, self.dtype)
+        step = DecodeStep(self.model, self.backend, input_batch, sampler, self.dtype)
         return GraphedDecode(step, CudaGraphs())
 
-    def _require_rows(self, bytes_a_row: int) -> None:
+    def _require_row_memory(self, bytes_per_row: int) -> None:
         """Raises ConfigError if `max_num_seqs` rows would need more memory than the host has."""
         rows = self.config.max_num_seqs
-        require_memory(f"max_num_seqs={rows}", rows * bytes_a_row, torch.device("cpu"))
+        require_memory(f"max_num_seqs={rows}", rows * bytes_per_row, torch.device("cpu"))
 
-    def _make_rows(self, max_model_len: int, num_blocks: int) -> InputBatch:
-        self._require_rows(max_model_len * np.dtype(np.int32).itemsize)
+    def _make_input_batch(self, max_model_len: int, num_blocks: int) -> InputBatch:
+        self._require_row_memory(max_model_len * np.dtype(np.int32).itemsize)
         return InputBatch(
             max_num_seqs=self.config.max_num_seqs,
             max_model_len=max_model_len,
@@ -230,33 +229,33 @@ class RunnerSetup:
             state_dtype=kv_cache.state_dtype_for(self.dtype),
             **self.kv_sizes,
         )
-        cache.bind(self.model.attention_layers, self.model.state_layers)
+        cache.bind(self.model.attention_layers, self.model.recurrent_layers)
         return cache
 
     def _measure(self, layout: KVLayout) -> tuple[int, int]:
         """Bytes of activations in a GPU's largest steps, and bytes of all CUDA graphs."""
         from nanoengine.runner.profile_run import peak_bytes
 
-        # Every slot is in the null block, and all rows share one state.
+        # All rows use the null block, and share one recurrent state.
         num_states = 1 if layout.state_bytes else 0
         self._allocate(dataclasses.replace(layout, num_blocks=2, num_states=num_states))
-        budget, taken = self.config.step_budget(self.device.type), 0
-        activation_bytes = peak_bytes(self.model, self.backend, self._longest_rows(), budget)
+        budget, num_graph_bytes = self.config.step_budget(self.device.type), 0
+        activation_bytes = peak_bytes(self.model, self.backend, self._longest_batch(), budget)
         if self._uses_graphs:
             from nanoengine.runner.graphs import graph_bytes
             from nanoengine.runner.sampling.sampler import Sampler
 
             torch.cuda.empty_cache()
             sampler = Sampler(self.model_config.vocab_size, self.config.max_num_seqs)
-            taken = graph_bytes(
-                lambda: self._make_graphed(self._longest_rows(), sampler),
+            num_graph_bytes = graph_bytes(
+                lambda: self._make_graphed(self._longest_batch(), sampler),
                 lambda: free_gpu_bytes(self.device),
             )
         gc.collect()
-        torch.cuda.empty_cache()  # or the budget would count the profile's memory as used
-        return activation_bytes, taken
+        torch.cuda.empty_cache()  # otherwise the budget would count this memory as used
+        return activation_bytes, num_graph_bytes
 
-    def _longest_rows(self) -> InputBatch:
-        """Fresh rows for the longest sequences that the memory plan may allow."""
+    def _longest_batch(self) -> InputBatch:
+        """A new InputBatch for the longest sequences that the memory plan may allow."""
         longest = self.config.max_model_len or self.model_config.max_position_embeddings
-        return self._make_rows(longest, 2)
+        return self._make_input_batch(longest, 2)

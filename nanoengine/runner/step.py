@@ -1,13 +1,13 @@
 """LaunchedStep: a step in flight on the device, and the host's work after it has finished.
 
-    launch (ModelRunner)   rows ─ forward ─ sampling ─ download starts        nothing waits
-    result (here)          download has arrived ─ plain numbers ─ stored in the rows
+    launch (ModelRunner)   batch ─ forward ─ sampling ─ download starts       nothing waits
+    result (here)          download has arrived ─ token ids ─ stored in the InputBatch
 
 The next step may be launched between the two: it takes the sampled tokens from the pool on the
 device (`InputBatch.pool`). By then a row may belong to another sequence. A token is therefore
-written only to rows that still belong to the sequence that sampled it.
+stored only in rows that still belong to the sequence that sampled it.
 
-Other outputs (drafts, log-probabilities, processors that follow the tokens) are in
+All other outputs (drafts, log-probabilities, tokens for logits processors) are handled in
 sampling/step_sampler.py.
 """
 
@@ -33,19 +33,20 @@ class LaunchedStep:
     """A step in flight; implements `Launched`.
 
     Attributes:
+        input_batch: the runner's.
         now: returns the current time, for the marks.
         started: when the launch began, by the host's clock [s].
         times: times measured so far; forward and sampling are added from the marks.
-        lines: the lines that sample; not set before the step runs.
-        tensors: tensors for the host; `SampledTokens.packed` is the first.
-        download: copies them to the host; None: they are on the host.
+        lines: the rows of logits that sample; set when the step runs.
+        tensors: the outputs; `SampledTokens.packed` is the first.
+        download: copies them to the host; None: they are there already.
         marks: times before the forward, after it, and after sampling.
-        pending: `PendingOutputs` of the StepSampler; None if all rows are plain.
-        stores: functions that wait for this step's copies to a tier.
+        pending: `PendingOutputs` of the StepSampler; None: all rows are plain.
+        stores: functions that wait for this step's stores of blocks to a tier.
     """
 
     plan: StepPlan
-    rows: InputBatch
+    input_batch: InputBatch
     now: Callable[[], Mark]
     started: float
     times: StepTimes = field(default_factory=StepTimes)
@@ -63,17 +64,17 @@ class LaunchedStep:
             result = StepResult(token_ids=[[] for _ in self.plan.rows], times=self.times)
             tensors = self.tensors if self.download is None else self.download.wait()
             if self.marks:
-                self._time()
+                self._set_times()
             if self.pending is not None:
-                self.pending.take(self, tensors, result)
+                self.pending.fill(self, tensors, result)
             elif tensors:
-                self._take(tensors[0], result)
+                self._add_tokens(tensors[0], result)
             for wait in self.stores:
                 wait()
             self._result, self.pending, self.download = result, None, None
         return self._result
 
-    def _time(self) -> None:
+    def _set_times(self) -> None:
         first, second, third = self.marks
         if isinstance(first, float):
             self.times.forward_s, self.times.sample_s = second - first, third - second
@@ -82,13 +83,13 @@ class LaunchedStep:
 
             self.times.forward_s, self.times.sample_s = event_seconds(self.marks)
 
-    def _take(self, packed: torch.Tensor, result: StepResult) -> None:
-        """Writes tokens [2, L] to the host's rows and sorts them by entry of the plan."""
+    def _add_tokens(self, packed: torch.Tensor, result: StepResult) -> None:
+        """Stores tokens [2, L] in the InputBatch and in the result, by entry of the plan."""
         lines, (token_ids, valid) = self.lines, packed.numpy()
         if self.download is not None:
-            self.rows.write(lines, token_ids)
-        of_line = zip(lines.entries.tolist(), token_ids.tolist(), valid.tolist(), strict=True)
-        for entry, token_id, is_valid in of_line:
+            self.input_batch.write_host(lines, token_ids)
+        columns = lines.entries.tolist(), token_ids.tolist(), valid.tolist()
+        for entry, token_id, is_valid in zip(*columns, strict=True):
             result.token_ids[entry].append(token_id)
             if not is_valid:
                 result.errors[entry] = NO_TOKEN

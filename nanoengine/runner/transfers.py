@@ -1,9 +1,9 @@
 """Transfers between host and device: the inputs of a step, and its sampled tokens.
 
-    ship       numpy ──► pinned buffer ──► device      one transfer, in the order of the step
-    Download   device ──► pinned buffer ──► numpy      on a side stream, as soon as it is there
+    ship       numpy ──► pinned buffer ──► device      one transfer, on the current stream
+    Download   device ──► pinned buffer ──► numpy      on a side stream, when the step is done
 
-Only `Download.wait` makes the host wait. The runner calls this file, which knows no plans.
+Only `Download.wait` makes the host wait. Called by the runner.
 
 Why a pinned buffer for each transfer: the device reads and writes it later, while the host builds
 the next step. torch reuses a freed pinned buffer after the copies that used it have finished, so
@@ -27,7 +27,7 @@ def ship(device: torch.device, *arrays: NDArray[np.generic]) -> list[torch.Tenso
     """
     if device.type == "cpu":
         return [torch.from_numpy(np.ascontiguousarray(array)) for array in arrays]
-    # Why 16: kernels use aligned loads
+    # Why 16: kernels use aligned loads.
     ends = accumulate(-(-array.nbytes // 16) * 16 for array in arrays)
     *offsets, size = 0, *ends
     buffer = torch.empty(size, dtype=torch.uint8, pin_memory=True)
@@ -44,7 +44,7 @@ def ship(device: torch.device, *arrays: NDArray[np.generic]) -> list[torch.Tenso
 
 
 class Download:
-    """Copies tensors to the host, as they are after all work issued so far.
+    """Copies tensors to the host after all work issued so far.
 
     Args:
         stream: a side stream of the GPU for the copies, so that no step waits for them.
@@ -52,7 +52,7 @@ class Download:
 
     def __init__(self, tensors: Sequence[torch.Tensor], stream: torch.cuda.Stream) -> None:
         self._host = []
-        # Why kept: their memory must not be reused before it is copied.
+        # Why stored: torch must not reuse their memory before it is copied.
         self._sources = list(tensors)
         stream.wait_stream(torch.cuda.current_stream(stream.device))
         with torch.cuda.stream(stream):

@@ -17,23 +17,22 @@ import difflib
 import functools
 import sys
 import types
-import typing
 from collections.abc import Callable, Collection, Mapping
 from os import PathLike
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 T = TypeVar("T")
 
-MOST_SHOWN = 200
+MAX_CHARS = 200
 """Maximum number of characters of a wrong value in a message."""
 
-MOST_NAMES = 10
+MAX_NAMES = 10
 """Maximum number of names in a message."""
 
-MOST_OF_ERROR = 1000
+MAX_ERROR_CHARS = 1000
 """Maximum number of characters of another library's exception in a message."""
 
-WORDS: dict[Any, tuple[str, ...]] = {
+TYPE_NAMES: dict[Any, tuple[str, ...]] = {
     bool: ("True", "False"),
     int: ("an integer",),
     float: ("a finite number",),
@@ -65,29 +64,29 @@ def check_value(value: Any, annotation: Any, name: str, error: type[Exception]) 
     Traceback (most recent call last):
     ValueError: ids[1] must be an integer, got '4'
     """
-    value = plain(value)
+    value = to_python(value)
     for kind in _members(annotation):
         if _is_kind(value, kind):
             break
     else:
-        raise error(f"{name} must be {allowed(annotation)}, got {repr_short(value)}")
+        raise error(f"{name} must be {describe_allowed(annotation)}, got {repr_short(value)}")
     origin, inner = get_origin(kind), get_args(kind)
     if origin in (tuple, list):
-        if set(map(type, value)) <= _as_is(inner[0]):  # Perf: 50,000 strings take 1 ms, not 100.
+        if set(map(type, value)) <= _accepted_types(inner[0]):  # Perf: 100 times as fast.
             return origin(value)
         entries = enumerate(value)
-        return origin([check_value(one, inner[0], f"{name}[{i}]", error) for i, one in entries])
+        return origin([check_value(e, inner[0], f"{name}[{i}]", error) for i, e in entries])
     if origin in (dict, Mapping):
         return {
             check_value(key, inner[0], f"a key of {name}", error): check_value(
-                one, inner[1], f"{name}[{repr_short(key)}]", error
+                entry, inner[1], f"{name}[{repr_short(key)}]", error
             )
-            for key, one in value.items()
+            for key, entry in value.items()
         }
     return value
 
 
-def plain(value: Any) -> Any:
+def to_python(value: Any) -> Any:
     """Converts NumPy's scalars and arrays to Python's numbers and lists; returns others as is."""
     numpy = sys.modules.get("numpy")  # Why: without numpy imported, no value is numpy's.
     if numpy is not None and isinstance(value, numpy.generic | numpy.ndarray):
@@ -95,25 +94,25 @@ def plain(value: Any) -> Any:
     return value
 
 
-def allowed(annotation: Any) -> str:
+def describe_allowed(annotation: Any) -> str:
     """Describes the values that an annotation allows.
 
-    >>> allowed(Literal["auto", "fp8"]), allowed(int | None)
+    >>> describe_allowed(Literal["auto", "fp8"]), describe_allowed(int | None)
     ('one of auto, fp8', 'an integer or None')
     """
     kinds = _members(annotation)
     if all(get_origin(kind) is Literal or kind is types.NoneType for kind in kinds):
-        constants = [one for kind in kinds for one in get_args(kind) or (None,)]
+        constants = [value for kind in kinds for value in get_args(kind) or (None,)]
         return f"one of {', '.join(map(str, constants))}"
-    words: list[str] = []
+    names: list[str] = []
     for kind in kinds:
         base = get_origin(kind) or kind
         if base is Literal:
-            words += map(repr, get_args(kind))
+            names += map(repr, get_args(kind))
         else:
-            words += WORDS.get(base) or (base.__name__,)
-    *most, last = dict.fromkeys(words)
-    return f"{', '.join(most)} or {last}" if most else last
+            names += TYPE_NAMES.get(base) or (base.__name__,)
+    *others, last = dict.fromkeys(names)
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 def repr_short(value: Any) -> str:
@@ -125,34 +124,34 @@ def repr_short(value: Any) -> str:
     return truncate(text)
 
 
-def truncate(text: object, most: int = MOST_SHOWN) -> str:
-    """Cuts a text from a file, a user or another library after `most` characters."""
+def truncate(text: object, max_chars: int = MAX_CHARS) -> str:
+    """Cuts a text from a file, a user or another library after `max_chars` characters."""
     text = str(text)
-    return text if len(text) <= most else f"{text[:most]}..."
+    return text if len(text) <= max_chars else f"{text[:max_chars]}..."
 
 
-def described(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """The type and text of an exception for a message, with limited length."""
-    return truncate(f"{type(error).__name__}: {error}", MOST_OF_ERROR)
+    return truncate(f"{type(error).__name__}: {error}", MAX_ERROR_CHARS)
 
 
-def join_names(names: Collection[str], like: str | None = None, most: int = MOST_NAMES) -> str:
+def join_names(names: Collection[str], like: str | None = None, limit: int = MAX_NAMES) -> str:
     """The first names, each with limited length, and the number of further ones.
 
     Args:
         like: an unknown name. The known names most similar to it come first.
     """
     if like is not None:
-        names = difflib.get_close_matches(like[:MOST_SHOWN], names, n=len(names) or 1, cutoff=0)
-    rest = len(names) - most
-    cut = map(truncate, list(names)[:most])
-    return ", ".join(cut) + (f" and {rest} more" if rest > 0 else "")
+        names = difflib.get_close_matches(like[:MAX_CHARS], names, n=len(names) or 1, cutoff=0)
+    num_more = len(names) - limit
+    listed = ", ".join(map(truncate, list(names)[:limit]))
+    return listed + (f" and {num_more} more" if num_more > 0 else "")
 
 
 def nearest(name: object, known: Collection[str]) -> str:
     """A hint for an unknown name: the most similar known name, else all of them."""
     near = difflib.get_close_matches(str(name), known, n=1)
-    return f"did you mean {near[0]!r}?" if near else f"known: {join_names(known, most=50)}"
+    return f"did you mean {near[0]!r}?" if near else f"known: {join_names(known, limit=50)}"
 
 
 def require_positive(options: object, error: type[Exception], *names: str) -> None:
@@ -185,7 +184,9 @@ def checked(
 
         @functools.cache  # Why lazy: annotations may use names that are defined later.
         def hints() -> dict[str, tuple[Any, frozenset[type]]]:
-            return {name: (kind, _as_is(kind)) for name, kind in typing.get_type_hints(cls).items()}
+            return {
+                name: (kind, _accepted_types(kind)) for name, kind in get_type_hints(cls).items()
+            }
 
         def check(options: dict[str, Any]) -> None:
             kinds = hints()
@@ -193,16 +194,16 @@ def checked(
                 if name not in kinds:
                     hint = nearest(name, names)
                     raise error(f"unknown option {name!r} of {cls.__name__}; {hint}")
-                kind, as_is = kinds[name]
-                if type(value) not in as_is:  # Perf: a Row takes 1.7 us, not 4.5.
+                kind, accepted = kinds[name]
+                if type(value) not in accepted:  # Perf: a Row takes 1.7 us, not 4.5.
                     options[name] = check_value(value, kind, name, error)
 
         @functools.wraps(init)
         def __init__(self: T, *args: Any, **options: Any) -> None:
-            given = dict(zip(positional, args, strict=False))
-            if len(given) < len(args) or not given.keys().isdisjoint(options):
+            by_position = dict(zip(positional, args, strict=False))
+            if len(by_position) < len(args) or not by_position.keys().isdisjoint(options):
                 init(self, *args, **options)  # raises Python's own TypeError
-            options |= given
+            options |= by_position
             try:
                 check(options)
             except error:
@@ -217,7 +218,7 @@ def checked(
 
         def __setattr__(self: T, name: str, value: Any) -> None:
             raise dataclasses.FrozenInstanceError(
-                f"{cls.__name__} is frozen: make a changed copy with"
+                f"{cls.__name__} is frozen: create a changed copy with"
                 f" dataclasses.replace(..., {name}=...)"
             )
 
@@ -237,7 +238,7 @@ def _members(annotation: Any) -> tuple[Any, ...]:
 
 
 @functools.cache
-def _as_is(annotation: Any) -> frozenset[type]:
+def _accepted_types(annotation: Any) -> frozenset[type]:
     """Types whose values need no further check or conversion."""
     kinds = _members(annotation)
     if Any in kinds:
@@ -251,7 +252,7 @@ def _is_kind(value: Any, kind: Any) -> bool:
     if base in (Any, object):
         return True
     if base is Literal:
-        return any(type(value) is type(one) and value == one for one in get_args(kind))
+        return any(type(value) is type(v) and value == v for v in get_args(kind))
     if base in (tuple, list):
         return isinstance(value, list | tuple | set | frozenset)
     if base in (dict, Mapping):

@@ -188,20 +188,20 @@ class EngineConfig:
         """Maximum number of tokens per step on this type of device."""
         if self.max_num_batched_tokens is not None:
             return self.max_num_batched_tokens
-        small = device_type == "cpu" and self.enable_chunked_prefill
-        return max(1024 if small else 8192, self.max_num_seqs)
+        is_small = device_type == "cpu" and self.enable_chunked_prefill
+        return max(1024 if is_small else 8192, self.max_num_seqs)
 
-    def steps_traced(self) -> tuple[int, int | None]:
+    def traced_steps(self) -> tuple[int, int | None]:
         """The first step to trace, and the step before which it ends; None: no end."""
         first, colon, end = (self.trace_steps or ":").partition(":")
-        given = [int(one) if one.isdecimal() else None for one in (first or "0", end)]
+        numbers = [int(text) if text.isdecimal() else None for text in (first or "0", end)]
         if self.trace is None and self.trace_steps is not None:
-            raise ConfigError("trace_steps chooses steps of a trace: give trace, a file, too")
-        if not colon or given[0] is None or (end and given[1] is None):
+            raise ConfigError("trace_steps needs a trace: set trace to a file as well")
+        if not colon or numbers[0] is None or (end and numbers[1] is None):
             raise ConfigError(f"trace_steps must be A:B, got {repr_short(self.trace_steps)}")
-        if given[1] is not None and given[1] <= given[0]:
-            raise ConfigError(f"trace_steps must end behind its beginning, got {self.trace_steps}")
-        return given[0], given[1]
+        if numbers[1] is not None and numbers[1] <= numbers[0]:
+            raise ConfigError(f"trace_steps must be A:B with A < B, got {self.trace_steps}")
+        return numbers[0], numbers[1]
 
     @classmethod
     def from_kwargs(cls, **kwargs: Any) -> EngineConfig:
@@ -215,24 +215,24 @@ class EngineConfig:
                 text = Path(self.chat_template).expanduser().read_text(encoding="utf-8")
             except (OSError, ValueError) as error:
                 raise ConfigError(
-                    "chat_template must be the text of a Jinja template or a file that holds it,"
+                    "chat_template must be the text of a Jinja template or a file that contains it,"
                     f" got {repr_short(self.chat_template)}: {error}"
                 ) from error
             object.__setattr__(self, "chat_template", text)
         check_tiers(self.kv_tiers)
         if self.trace_steps is not None:
-            self.steps_traced()
+            self.traced_steps()
         if self.speculative is not None:
             from nanoengine.settings.speculative import ModelDrafts, parse_speculative
 
             drafts = parse_speculative(self.speculative)
             if isinstance(drafts, ModelDrafts) and (self.kv_tiers or self.tensor_parallel_size > 1):
                 raise ConfigError(
-                    "speculative: a draft model goes neither with kv_tiers, whose blocks are of one"
-                    " model, nor with ranks; 'ngram' goes with both"
+                    "speculative: a draft model is not supported with kv_tiers or with"
+                    " tensor_parallel_size > 1; use 'ngram', or no draft model"
                 )
         if self.kv_tiers and not self.enable_prefix_caching:
-            raise ConfigError("kv_tiers holds cached prefixes: it needs enable_prefix_caching=True")
+            raise ConfigError("kv_tiers stores cached prefixes: set enable_prefix_caching=True")
 
     def _check_ranges(self) -> None:
         size, budget = self.block_size, self.max_num_batched_tokens
@@ -267,21 +267,19 @@ class EngineConfig:
         if budget is not None and budget < self.max_num_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens={budget} must be at least"
-                f" max_num_seqs={self.max_num_seqs}: each running sequence needs a token a step"
+                f" max_num_seqs={self.max_num_seqs}: each running sequence needs one token per step"
             )
         if not self.enable_chunked_prefill and self.long_prefill_threshold:
+            raise ConfigError("long_prefill_threshold needs enable_chunked_prefill=True")
+        above, below = self.preempt_above, self.admit_below
+        if (above, below) != (None, None) and self.admission != "hysteresis":
             raise ConfigError(
-                "long_prefill_threshold chunks prompts: it needs enable_chunked_prefill"
-            )
-        stop, start = self.preempt_above, self.admit_below
-        if (stop, start) != (None, None) and self.admission != "hysteresis":
-            raise ConfigError(
-                f"preempt_above and admit_below belong to admission='hysteresis', got"
+                f"preempt_above and admit_below need admission='hysteresis', got"
                 f" admission={self.admission!r}"
             )
-        stop, start = 0.95 if stop is None else stop, 0.8 if start is None else start
-        if not 0 < start <= stop <= 1:
+        above, below = 0.95 if above is None else above, 0.8 if below is None else below
+        if not 0 < below <= above <= 1:
             raise ConfigError(
-                f"0 < admit_below <= preempt_above <= 1 must hold, got admit_below={start},"
-                f" preempt_above={stop}"
+                f"0 < admit_below <= preempt_above <= 1 must hold, got admit_below={below},"
+                f" preempt_above={above}"
             )

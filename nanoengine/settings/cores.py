@@ -58,14 +58,14 @@ def _folders(root: Path) -> Iterator[Path]:
         _, controllers, path = group.split(":", 2)
         paths |= dict.fromkeys(controllers.split(","), path)  # version 2 has no names
     for mount in mounts:
-        place, _, system = mount.partition(" - ")
+        paths_of_mount, _, system = mount.partition(" - ")
         kind, _, options = system.split(" ", 2)
         name = {"cgroup2": "", "cgroup": "cpu"}.get(kind)
         if name not in paths or (name and name not in options.split(",")):
             continue
         top, point = (
             re.sub(r"\\(\d{3})", lambda code: chr(int(code[1], 8)), word)
-            for word in place.split(" ")[3:5]
+            for word in paths_of_mount.split(" ")[3:5]
         )
         own = PurePosixPath(paths[name])
         # Why else the top: a container often mounts only its own cgroup.
@@ -89,6 +89,6 @@ def _quota_of(folder: Path) -> float:
         quota, period = map(int, words)
         return quota / period
     except (ValueError, ZeroDivisionError):
-        text = f"{folder / names[0]}: {' '.join(words)!r} is no quota; all cores are used"
+        text = f"{folder / names[0]}: {' '.join(words)!r} is not a CPU quota; all cores are used"
         warnings.warn(text, RuntimeWarning, stacklevel=2)
         return math.inf

@@ -42,7 +42,7 @@ def read_object(path: Path, error: type[Exception]) -> dict[str, Any]:
     """
     try:
         if not stat.S_ISREG(path.stat().st_mode):
-            raise error(f"{path} is no regular file")
+            raise error(f"{path} is not a regular file")
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as reason:
         raise error(f"{path} can't be read: {reason}") from reason
@@ -51,7 +51,7 @@ def read_object(path: Path, error: type[Exception]) -> dict[str, Any]:
     except RecursionError as reason:
         raise error(f"{path} is nested too deeply") from reason
     if not isinstance(content, dict):
-        raise error(f"{path} must hold a JSON object, got {type(content).__name__}")
+        raise error(f"{path} must contain a JSON object, got {type(content).__name__}")
     return content
 
 

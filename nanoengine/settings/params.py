@@ -19,12 +19,13 @@ from nanoengine.settings.structured import StructuredOutputs
 
 SURROGATE = re.compile("[\ud800-\udfff]")
 
-MOST_COMPLETIONS = 16_384
+MAX_COMPLETIONS = 16_384
 """Maximum `n`: each completion is a sequence in memory, and a file may request any number."""
 
-MOST_TEXTS = {"stop": (1024, 1 << 16), "bad_words": (1 << 14, 1 << 18)}
+MAX_STRINGS = {"stop": (1024, 1 << 16), "bad_words": (1 << 14, 1 << 18)}
 """Maximum number of strings per request, and of their characters together. Each stop string is
-searched after every token; bad words are encoded at the start. OpenAI's API allows 4 stops."""
+searched after every token; bad words are encoded at the start. OpenAI's API allows 4 stop
+strings."""
 
 MAX_TOKENS_RULE = "at least 1, or None; or 0 with prompt_logprobs and n=1"
 
@@ -137,8 +138,8 @@ class SamplingParams:
         if self.seed == -1:  # as in vLLM
             object.__setattr__(self, "seed", None)
         if isinstance(self.structured_outputs, dict):
-            asked = StructuredOutputs(**self.structured_outputs)
-            object.__setattr__(self, "structured_outputs", asked)
+            structured = StructuredOutputs(**self.structured_outputs)
+            object.__setattr__(self, "structured_outputs", structured)
         self._check_ranges()
         self._check_texts_and_ids()
 
@@ -167,9 +168,9 @@ class SamplingParams:
         return self.temperature < GREEDY_BELOW
 
     def _check_ranges(self) -> None:
-        least = 0 if self.prompt_logprobs is not None and self.n == 1 else 1
+        lowest = 0 if self.prompt_logprobs is not None and self.n == 1 else 1
         rules = (
-            ("n", 1 <= self.n <= MOST_COMPLETIONS, f"from 1 to {MOST_COMPLETIONS:,}"),
+            ("n", 1 <= self.n <= MAX_COMPLETIONS, f"from 1 to {MAX_COMPLETIONS:,}"),
             ("temperature", self.temperature >= 0, "at least 0"),
             ("top_k", self.top_k >= -1, "-1 or 0 (all tokens), or at least 1"),
             ("top_p", 0 < self.top_p <= 1, "in (0, 1]"),
@@ -178,7 +179,7 @@ class SamplingParams:
             ("presence_penalty", -2 <= self.presence_penalty <= 2, "in [-2, 2]"),
             ("frequency_penalty", -2 <= self.frequency_penalty <= 2, "in [-2, 2]"),
             ("seed", self.seed is None or 0 <= self.seed < 2**63, "in [0, 2**63), or None"),
-            ("max_tokens", self.max_tokens is None or self.max_tokens >= least, MAX_TOKENS_RULE),
+            ("max_tokens", self.max_tokens is None or self.max_tokens >= lowest, MAX_TOKENS_RULE),
             ("min_tokens", self.min_tokens >= 0, "at least 0"),
             ("logprobs", (self.logprobs or 0) >= -1, "-1 (all), at least 0, or None"),
             ("prompt_logprobs", (self.prompt_logprobs or 0) >= -1, "-1 (all), at least 0, or None"),
@@ -197,34 +198,30 @@ class SamplingParams:
             raise RequestError(f"n must be 1 when sampling is greedy (temperature 0), got {self.n}")
 
     def _check_texts_and_ids(self) -> None:
-        for name, (most, most_chars) in MOST_TEXTS.items():
+        for name, (max_texts, max_chars) in MAX_STRINGS.items():
             texts = getattr(self, name) or ()
             num_chars = sum(map(len, texts))
-            if len(texts) > most or num_chars > most_chars:
+            if len(texts) > max_texts or num_chars > max_chars:
                 raise RequestError(
-                    f"{name} must hold at most {most:,} strings of {most_chars:,} characters"
-                    f" together, got {len(texts):,} of {num_chars:,}"
+                    f"{name} must have at most {max_texts:,} strings and {max_chars:,} characters"
+                    f" in total, got {len(texts):,} strings and {num_chars:,} characters"
                 )
             for text in texts:
                 if not text or SURROGATE.search(text):
                     raise RequestError(
-                        f"{name} must hold non-empty strings without lone surrogates, which no"
-                        f" output has, got {repr_short(text)}"
+                        f"{name} must contain non-empty strings without lone surrogates, which no"
+                        f" output contains, got {repr_short(text)}"
                     )
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
             for token_id in getattr(self, name) or ():
                 if token_id < 0:
-                    raise RequestError(f"{name} must hold ids of at least 0, got {token_id}")
+                    raise RequestError(f"{name} must contain ids of at least 0, got {token_id}")
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise RequestError("allowed_token_ids must not be empty: no token could be sampled")
         if self.structured_outputs is not None and self.ignore_eos:
-            raise RequestError(
-                "ignore_eos must be False with structured_outputs: an EOS id ends what is complete"
-            )
+            raise RequestError("ignore_eos must be False with structured_outputs: EOS ends them")
         if self.stop and not self.detokenize:
-            raise RequestError(
-                "stop strings need text: leave detokenize=True, or use stop_token_ids"
-            )
+            raise RequestError("stop strings need detokenize=True; or use stop_token_ids")
         for token_id, bias in (self.logit_bias or {}).items():
             if not -100 <= bias <= 100:
                 raise RequestError(

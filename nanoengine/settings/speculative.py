@@ -4,7 +4,7 @@
     "ngram:max=4,min=2,k=8"     the same with all options
     "path/of/a/model:k=4"       ModelDrafts; options are optional
 
-`features/make_drafts.py` creates the drafter from them; nothing is loaded here.
+`features/speculative/factory.py` creates the drafter from them; nothing is loaded here.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from dataclasses import dataclass, fields
 from nanoengine.errors import ConfigError
 from nanoengine.settings.checks import repr_short
 
-MOST_DRAFTS = 32
-LONGEST_NGRAM = 16
+MAX_DRAFTS = 32
+MAX_NGRAM = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,9 +45,9 @@ def parse_speculative(text: str) -> NgramDrafts | ModelDrafts:
     Raises:
         ConfigError: an option is unknown, not an integer, or out of range; or the name is missing.
     """
-    name, colon, rest = text.rpartition(":")
-    if not colon or "=" not in rest:
-        name, rest = text, ""
+    name, colon, options_text = text.rpartition(":")
+    if not colon or "=" not in options_text:
+        name, options_text = text, ""
     if not name:
         raise ConfigError(
             f"speculative must be 'ngram' or the path of a draft model, got {repr_short(text)}"
@@ -55,21 +55,21 @@ def parse_speculative(text: str) -> NgramDrafts | ModelDrafts:
     is_ngram = name == "ngram"
     known = [f.name for f in fields(NgramDrafts if is_ngram else ModelDrafts) if f.name != "model"]
     options = {}
-    for part in filter(None, rest.split(",")):
+    for part in filter(None, options_text.split(",")):
         option, _, value = part.partition("=")
         if option not in known or not value.isdecimal():
             what = "'ngram'" if is_ngram else "a draft model"
             raise ConfigError(
-                f"speculative: {what} takes {', '.join(known)}, whole numbers, as in"
+                f"speculative: the options of {what} are {', '.join(known)}, integers, as in"
                 f" '{name}:k=4'; got {repr_short(part)}"
             )
         options[option] = int(value)
     drafts = NgramDrafts(**options) if is_ngram else ModelDrafts(model=name, **options)
-    if not 1 <= drafts.k <= MOST_DRAFTS:
-        raise ConfigError(f"speculative: k must be in [1, {MOST_DRAFTS}], got {drafts.k}")
-    if isinstance(drafts, NgramDrafts) and not 1 <= drafts.min <= drafts.max <= LONGEST_NGRAM:
+    if not 1 <= drafts.k <= MAX_DRAFTS:
+        raise ConfigError(f"speculative: k must be in [1, {MAX_DRAFTS}], got {drafts.k}")
+    if isinstance(drafts, NgramDrafts) and not 1 <= drafts.min <= drafts.max <= MAX_NGRAM:
         raise ConfigError(
-            f"speculative: 1 <= min <= max <= {LONGEST_NGRAM} must hold, got min={drafts.min},"
+            f"speculative: 1 <= min <= max <= {MAX_NGRAM} must hold, got min={drafts.min},"
             f" max={drafts.max}"
         )
     return drafts

@@ -21,7 +21,7 @@ from nanoengine.settings.checks import checked, repr_short
 
 KINDS = ("json", "json_object", "regex", "choice", "grammar")
 
-MOST_CHARS = {"json": 131_072, "regex": 16_384, "choice": 1_000_000, "grammar": 32_768}
+MAX_CHARS = {"json": 131_072, "regex": 16_384, "choice": 1_000_000, "grammar": 32_768}
 """Maximum number of characters per kind; a choice counts one more per string. Why: the compiler's
 time and memory grow quadratically, and its stack grows, too."""
 
@@ -47,8 +47,8 @@ class StructuredOutputs:
             with them, a small model may fill its output with blanks.
 
     Raises:
-        RequestError: none or several are given; a schema that is not a JSON object; a text above
-            MOST_CHARS.
+        RequestError: none or several are formats; a schema that is not a JSON object; a text above
+            MAX_CHARS.
 
     >>> StructuredOutputs(json={"type": "integer"}).json
     '{"type": "integer"}'
@@ -66,19 +66,19 @@ regex, choice, grammar, got regex, choice
     whitespace: bool = False
 
     def __post_init__(self) -> None:
-        given = [name for name in KINDS if getattr(self, name) not in (None, False)]
-        if len(given) != 1:
+        formats = [name for name in KINDS if getattr(self, name) not in (None, False)]
+        if len(formats) != 1:
             raise RequestError(
                 f"structured_outputs must have exactly one of {', '.join(KINDS)}, got"
-                f" {', '.join(given) or 'none of them'}"
+                f" {', '.join(formats) or 'none of them'}"
             )
         if self.json is not None:
             object.__setattr__(self, "json", _schema_text(self.json))
         if self.choice is not None and not self.choice:
-            raise RequestError("choice must hold at least one string")
-        _require_short(given[0], getattr(self, given[0]))
+            raise RequestError("choice must contain at least one string")
+        _require_short(formats[0], getattr(self, formats[0]))
         if self.whitespace and self.schema is None:
-            raise RequestError(f"whitespace is for json and json_object, got {given[0]}")
+            raise RequestError(f"whitespace needs json or json_object, got {formats[0]}")
 
     @property
     def schema(self) -> str | None:
@@ -90,12 +90,12 @@ StructuredOutputsParams = StructuredOutputs
 """vLLM's name."""
 
 
-def _require_short(kind: str, asked: Any) -> None:
-    size = sum(map(len, asked), len(asked)) if kind == "choice" else len(str(asked))
-    if size > MOST_CHARS.get(kind, size):
-        way_out = "; strings to choose from may be a choice" if kind == "regex" else ""
+def _require_short(kind: str, value: Any) -> None:
+    size = sum(map(len, value), len(value)) if kind == "choice" else len(str(value))
+    if size > MAX_CHARS.get(kind, size):
+        hint = "; for a list of strings, use choice" if kind == "regex" else ""
         raise RequestError(
-            f"{kind} must have at most {MOST_CHARS[kind]:,} characters, got {size:,}{way_out}"
+            f"{kind} must have at most {MAX_CHARS[kind]:,} characters, got {size:,}{hint}"
         )
 
 
@@ -109,5 +109,5 @@ def _schema_text(schema: str | dict[str, Any]) -> str:
             f"json must be a JSON schema, got {repr_short(schema)}: {error}"
         ) from error
     if not isinstance(parsed, dict):
-        raise RequestError(f"json must be a schema that is an object, got {repr_short(schema)}")
+        raise RequestError(f"json must be a schema that is a JSON object, got {repr_short(schema)}")
     return text

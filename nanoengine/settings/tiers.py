@@ -80,7 +80,7 @@ def check_tiers(tiers: tuple[Tier, ...]) -> None:
     """
     kinds = tuple(type(tier) for tier in tiers)
     if kinds == (DiskTier,):
-        raise ConfigError("kv_tiers: blocks reach a disk by host memory: put a HostTier first")
+        raise ConfigError("kv_tiers: blocks reach a disk through host memory: add a HostTier first")
     if kinds not in ((), (HostTier,), (HostTier, DiskTier)):
         raise ConfigError(
             "kv_tiers must be [], [HostTier(...)] or [HostTier(...), DiskTier(...)], got"

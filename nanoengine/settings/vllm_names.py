@@ -24,7 +24,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from nanoengine.settings.checks import plain, repr_short
+from nanoengine.settings.checks import repr_short, to_python
 
 Table = Mapping[str, Mapping[str, Any]]
 
@@ -48,32 +48,33 @@ def translate(options: dict[str, Any], table: Table, error: type[Exception]) -> 
         error: an option is not supported, or is given together with its alias.
     """
     found: dict[str, Any] = {}
-    idle: list[str] = []
+    no_effect: list[str] = []
     for name, value in options.items():
-        meaning, value = table.get(name, {}), plain(value)
+        meaning, value = table.get(name, {}), to_python(value)
         match meaning:
             case {"alias": field}:
                 if field in options:
-                    raise error(f"{name} is another name of {field}: give one of them")
+                    raise error(f"{name} is another name of {field}: set only one of them")
                 found[field] = value
             case {"values": pairs}:
-                same = (to for one, *to in pairs if _equal(one, value) or one == repr_short(value))
-                ours = next(same, [value])
+                text = repr_short(value)
+                hits = (new for old, *new in pairs if old == text or _equal(old, value))
+                ours = next(hits, [value])
                 if ours:
                     found[name] = ours[0]
                 if "reported" in meaning and ours != [value]:
-                    idle.append(f"{name}={repr_short(value)}")
+                    no_effect.append(f"{name}={text}")
             case {"no effect": why}:
-                if "only" in meaning and _asked(value) not in meaning["only"]:
-                    raise error(f"{name}={repr_short(value)} can't be obeyed: {why}")
-                idle.append(f"{name} ({why})")
+                if "only" in meaning and _nonzero_counts(value) not in meaning["only"]:
+                    raise error(f"{name}={repr_short(value)} is not supported: {why}")
+                no_effect.append(f"{name} ({why})")
             case {"refused": why}:
-                if not any(_equal(one, value) for one in meaning.get("unless", (None, False))):
-                    raise error(f"{name}={repr_short(value)} can't be obeyed: {why}")
+                if not any(_equal(v, value) for v in meaning.get("unless", (None, False))):
+                    raise error(f"{name}={repr_short(value)} is not supported: {why}")
             case _:
                 found[name] = value
-    if idle:
-        warn_no_effect(", ".join(idle))
+    if no_effect:
+        warn_no_effect(", ".join(no_effect))
     return found
 
 
@@ -85,12 +86,12 @@ def warn_no_effect(what: str) -> None:
     warnings.warn(f"no effect in nanoengine: {what}", stacklevel=level)
 
 
-def _equal(one: object, value: object) -> bool:
-    return type(one) is type(value) and one == value
+def _equal(a: object, b: object) -> bool:
+    return type(a) is type(b) and a == b
 
 
-def _asked(value: Any) -> Any:
+def _nonzero_counts(value: Any) -> Any:
     """A dict without counts of 0, which have no effect; any other value as is."""
     if isinstance(value, Mapping):
-        return {name: one for name, one in value.items() if one != 0}
+        return {name: count for name, count in value.items() if count != 0}
     return value

@@ -61,18 +61,18 @@ class Attention:
         k_slots[batch.slot_mapping] = key
         v_slots[batch.slot_mapping] = value
         outputs = []
-        for own, slots in zip(
+        for queries, slots in zip(
             query.split(batch.num_scheduled_tokens), batch.context_slots, strict=True
         ):
-            num_new, context_len = len(own), len(slots)
+            num_new, context_len = len(queries), len(slots)
             # Row i is the token at position context_len - num_new + i; it attends up to itself.
-            mask = torch.ones(num_new, context_len, dtype=torch.bool, device=own.device)
-            seen = F.scaled_dot_product_attention(
-                own.transpose(0, 1)[None],  # [1, H, num_new, D]
+            mask = torch.ones(num_new, context_len, dtype=torch.bool, device=query.device)
+            output = F.scaled_dot_product_attention(
+                queries.transpose(0, 1)[None],  # [1, H, num_new, D]
                 k_slots[slots].transpose(0, 1)[None],  # [1, K, C, D]
                 v_slots[slots].transpose(0, 1)[None],
                 attn_mask=mask.tril(context_len - num_new),
                 enable_gqa=True,  # H / K query heads share a key head
             )
-            outputs.append(seen[0].transpose(0, 1).flatten(1))
+            outputs.append(output[0].transpose(0, 1).flatten(1))
         return torch.cat(outputs)

@@ -15,7 +15,7 @@ from nanoengine.small.scheduler import Scheduler
 from nanoengine.small.sequence import Sequence
 
 Tokens = SequenceOf[int]
-OBEYED = (
+SUPPORTED = (
     "temperature", "top_k", "top_p", "min_p", "seed", "max_tokens", "ignore_eos", "stop_token_ids"
 )  # fmt: skip
 """Fields of SamplingParams that this engine supports; others must have their defaults."""
@@ -48,8 +48,8 @@ class LLMEngine:
             PromptTooLongError: there is no space for a token of an answer.
             CapacityError: prompt and answer together don't fit the pool.
         """
-        if params != SamplingParams(**{name: getattr(params, name) for name in OBEYED}):
-            raise RequestError(f"the small engine obeys {', '.join(OBEYED)} alone, got {params}")
+        if params != SamplingParams(**{name: getattr(params, name) for name in SUPPORTED}):
+            raise RequestError(f"only {', '.join(SUPPORTED)} are supported here, got {params}")
         sequences = [self._check(prompt, params, next(self._seq_ids)) for prompt in prompts]
         self.scheduler.waiting += sequences
         return sequences
@@ -59,22 +59,22 @@ class LLMEngine:
             raise RequestError("the prompt is empty: it needs at least one token")
         if len(prompt) >= self.max_model_len:
             raise PromptTooLongError(
-                f"the prompt has {len(prompt)} tokens; with one token of an answer it must fit"
-                f" max_model_len={self.max_model_len}"
+                f"the prompt has {len(prompt)} tokens; max_model_len={self.max_model_len} allows"
+                f" {self.max_model_len - 1} plus one generated token"
             )
-        most = min(self.max_model_len, len(prompt) + (params.max_tokens or self.max_model_len))
+        limit = min(self.max_model_len, len(prompt) + (params.max_tokens or self.max_model_len))
         manager = self.scheduler.block_manager
         # Why - 1: the last sampled token is never computed.
-        needed, usable = manager.num_blocks_for(most - 1), len(manager.pool.ref_counts) - 1
+        needed, usable = manager.num_blocks_for(limit - 1), len(manager.pool.ref_counts) - 1
         if needed > usable:
             raise CapacityError(
-                f"{len(prompt)} prompt tokens and {most - len(prompt)} of an answer need {needed}"
-                f" KV blocks, the pool has {usable}: raise num_blocks or lower max_tokens"
+                f"{len(prompt)} prompt tokens and {limit - len(prompt)} output tokens need {needed}"
+                f" KV blocks, but the pool has {usable}: raise num_blocks or lower max_tokens"
             )
         eos = () if params.ignore_eos else self.eos_token_ids
         stop_ids = frozenset([*eos, *(params.stop_token_ids or ())])
         seed = seq_id if params.seed is None else params.seed
-        return Sequence(seq_id, list(prompt), len(prompt), params, most, stop_ids, seed)
+        return Sequence(seq_id, list(prompt), len(prompt), params, limit, stop_ids, seed)
 
     def step(self) -> list[Sequence]:
         """Runs one step; returns the sequences that finished in it."""

@@ -24,7 +24,7 @@ from safetensors.torch import load_file
 from nanoengine.errors import UnsupportedModelError
 from nanoengine.small.batch import Attention, Batch
 
-PLAIN = {
+SUPPORTED_CONFIG = {
     "quantization_config": (None,),
     "hidden_act": ("silu",),
     "use_sliding_window": (False, None),
@@ -136,11 +136,11 @@ def read_config(directory: Path) -> dict[str, Any]:
     config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     config.setdefault("rope_theta", rope.get("rope_theta", 10_000.0))
-    asked = {**config, "architecture": config["architectures"][0], **rope}
-    for key, allowed in {"architecture": tuple(MODELS), **PLAIN}.items():
-        if (value := asked.get(key, allowed[0])) not in allowed:
+    needed = {**config, "architecture": config["architectures"][0], **rope}
+    for key, allowed in {"architecture": tuple(MODELS), **SUPPORTED_CONFIG}.items():
+        if (value := needed.get(key, allowed[0])) not in allowed:
             raise UnsupportedModelError(
-                f"the small engine computes {key} of {', '.join(map(repr, allowed))}, the"
+                f"the small engine supports {key} {' or '.join(map(repr, allowed))}, but the"
                 f" checkpoint has {value!r}: use nanoengine.LLM"
             )
     return config

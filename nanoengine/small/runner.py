@@ -80,19 +80,19 @@ class ModelRunner:
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Launched:
         """Runs a plan."""
-        self._update_rows(plan)
+        self._update_batch(plan)
         result = StepResult(token_ids=[[] for _ in plan.rows])
-        sampling = [entry for entry, wanted in enumerate(plan.num_logits) if wanted]
+        sampling = [entry for entry, num_logits in enumerate(plan.num_logits) if num_logits]
         if plan.rows:
             logits = self.model.forward(self._make_batch(plan, sampling))  # [L, V]
-            for entry, line in zip(sampling, logits, strict=True):
+            for entry, row_logits in zip(sampling, logits, strict=True):
                 row = self.rows[plan.rows[entry]]
                 admitted, position = row.admitted, len(row.token_ids)
-                row.token_ids.append(sample(line, admitted.params, admitted.seed, position))
+                row.token_ids.append(sample(row_logits, admitted.params, admitted.seed, position))
                 result.token_ids[entry].append(row.token_ids[-1])
         return Launched(result)
 
-    def _update_rows(self, plan: StepPlan) -> None:
+    def _update_batch(self, plan: StepPlan) -> None:
         """Applies the plan's changes to rows and block tables."""
         assert not (plan.forks or plan.block_copies or plan.transfers or plan.draft_token_ids)
         for row in plan.released:

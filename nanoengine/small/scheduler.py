@@ -57,7 +57,7 @@ class Scheduler:
             # Why the budget suffices: only the latest sequence can have more than one token to
             # compute, because no sequence is admitted after a chunk that used up the budget.
             num_new = min(seq.num_tokens - seq.num_computed_tokens, budget)
-            if seq.row != NO_ROW and self._make_room(plan, seq, num_new):
+            if seq.row != NO_ROW and self._ensure_blocks(plan, seq, num_new):
                 self._schedule_one(plan, seq, num_new)
                 budget -= num_new
         if not plan.preempted:  # Why: a preempted sequence would be readmitted at once.
@@ -66,9 +66,9 @@ class Scheduler:
         plan.released, self._released = self._released, []
         return plan
 
-    def _make_room(self, plan: StepPlan, seq: Sequence, num_new: int) -> bool:
+    def _ensure_blocks(self, plan: StepPlan, seq: Sequence, num_new: int) -> bool:
         """Allocates blocks for a running sequence; False if it was preempted itself."""
-        while not self.block_manager.may_append(seq, num_new):
+        while not self.block_manager.allocate_slots(seq, num_new):
             victim = self.running.pop()
             reason = f"seq {seq.seq_id} needs a block and none is free"
             plan.preempted.append(Preemption(victim.seq_id, victim.num_computed_tokens, reason))

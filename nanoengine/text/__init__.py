@@ -1,1 +1,1 @@
-"""From prompts to token ids, and from token ids back to text."""
+"""Converts prompts to token ids, and token ids to text."""

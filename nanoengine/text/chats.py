@@ -1,16 +1,16 @@
-"""Chats: conversations are lists of messages, whose contents are strings or lists of parts.
+"""Chats: checks conversations, and renders them in a form that the chat template supports.
 
-`prompt_forms.py` finds a conversation in a prompt and calls this module to check it. The
-PromptReader then renders it with a chat template, in a form that the template supports:
+A conversation is a list of messages whose contents are strings or lists of parts. `prompt_forms.py`
+calls this module to check a conversation, and the PromptReader to render it. Forms differ in:
 
     contents     lists of text parts, or their texts joined; no content, or an empty string
     arguments    of tool calls: objects, or their JSON as a string
     developer    this role becomes `system` if the template does not mention it
 
 No message is dropped silently. For each new shape of a conversation (its roles, and the keys of its
-messages) a copy with marks instead of texts is rendered in each form. The form in which most
-messages leave their mark is used. A message without a mark in this form is refused, unless the
-prompt depends on its content in another way.
+messages), a copy with marks instead of texts is rendered in each form. The form is used in which
+the marks of most messages are in the prompt. A message whose mark is missing raises an error,
+unless the prompt depends on its content in another way.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from typing import Any, NamedTuple
 
 from nanoengine.errors import RequestError
 from nanoengine.settings.checks import repr_short, truncate
-from nanoengine.text.end_tokens import turn_ends
+from nanoengine.text.end_tokens import turn_end_ids
 from nanoengine.text.tokenizer import Tokenizer
 
 MAX_FORMS = 256
-"""Shapes of conversations whose form is cached."""
+"""Maximum number of shapes of conversations whose form is cached."""
 
 MARK = "nanoengine-marks-text-{}-"
-"""Replaces the text of the message with this index."""
+"""Replaces the text of a message; {} is the index of the message."""
 
 OPTIONAL = {"role", "name", "tool_call_id", "reasoning_content", "reasoning", "thinking"}
-"""Keys of a message that a chat template may leave out."""
+"""Keys of a message that a chat template need not use."""
 
 DEVELOPER = re.compile(r"""\\?['"]developer\\?['"]""")
 
@@ -45,31 +45,31 @@ class ChatForm(NamedTuple):
     """The form in which a conversation is passed to its template.
 
     Attributes:
-        objects: the arguments of tool calls are objects, else JSON strings.
-        nulls: messages may have no content, else it is "".
-        parts: contents may be lists of parts, else they are strings.
-        lost: indices of messages that leave no mark.
+        objects: arguments of tool calls are objects; otherwise JSON strings.
+        nulls: contents may be None; otherwise "".
+        parts: contents may be lists of parts; otherwise strings.
+        dropped: indices of messages whose marks are missing in the prompt.
     """
 
     objects: bool
     nulls: bool
     parts: bool
-    lost: tuple[int, ...] = ()
+    dropped: tuple[int, ...] = ()
 
 
 class Chats:
-    """Renders conversations with the templates of a tokenizer, or with ones given per request."""
+    """Renders conversations with the template of a tokenizer, or of a request."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._forms: dict[Any, ChatForm] = {}  # by template and shape
-        self.ends = functools.lru_cache(MAX_FORMS)(functools.partial(turn_ends, tokenizer))
+        self.ends = functools.lru_cache(MAX_FORMS)(functools.partial(turn_end_ids, tokenizer))
 
     def render(self, messages: Messages, options: dict[str, Any]) -> str:
-        """The prompt of a conversation, in the form that its template supports.
+        """The prompt of a conversation, in a form that the template supports.
 
         Raises:
-            RequestError: the template refuses it or leaves a message out.
+            RequestError: the template raises an error or drops a message.
         """
         variables = options.pop("chat_template_kwargs", {})
         own, roles = options.get("chat_template"), [message["role"] for message in messages]
@@ -83,10 +83,10 @@ class Chats:
             given = {**options, **changed, **variables}
             return self._tokenizer.render_chat(in_form(messages, form), **given)
 
-        def is_lost(index: int) -> bool:
+        def is_dropped(index: int) -> bool:
             try:
                 return render(marked(messages, {index}), form) == text
-            except RequestError:  # The template has read the content.
+            except RequestError:  # The error depends on the content, so it was read.
                 return False
 
         switches = frozenset((name, value is True) for name, value in variables.items())
@@ -94,26 +94,27 @@ class Chats:
         if key not in self._forms:
             if len(self._forms) >= MAX_FORMS:
                 self._forms.clear()
-            # Why: a template may leave out the text of a last message that is to be continued.
+            # Why: with continue_final_message, a template may drop the text of the last message.
             probe = functools.partial(render, continue_final_message=False)
             self._forms[key] = find_form(messages, probe)
         form = self._forms[key]
         text = render(messages, form)
-        for index in filter(is_lost, form.lost):
+        for index in filter(is_dropped, form.dropped):
             keys = truncate(" and ".join(text_keys(messages[index])))
             raise RequestError(
-                f"the chat template leaves out the {keys} of messages[{index}] with role"
-                f" {repr_short(roles[index])}: change its role, place or keys, or give another chat"
-                " template"
+                f"the chat template drops the {keys} of messages[{index}] with role"
+                f" {repr_short(roles[index])}: change the role, position or keys of the message, or"
+                " give another chat template"
             )
         return text
 
 
 def parse_messages(messages: object) -> list[dict[str, Any]]:
-    """Copies messages, with contents and tool call arguments as a template can take them.
+    """Copies messages, and parses the arguments of their tool calls.
 
     Raises:
-        RequestError: they are not a list of messages, or one contains neither text nor JSON.
+        RequestError: they are not a list of messages, a content is not text, or arguments are not
+            JSON.
     """
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes) or not messages:
         raise RequestError(f"a conversation must be a list of messages, got {repr_short(messages)}")
@@ -129,7 +130,7 @@ def parse_messages(messages: object) -> list[dict[str, Any]]:
 
 
 def _with_text_parts(index: int, message: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of a message; a content with several parts becomes a list of text parts."""
+    """Copies a message; a content that is a sequence becomes a list of text parts."""
     content = message.get("content")
     if not isinstance(content, Sequence) or isinstance(content, str):
         return dict(message)
@@ -138,14 +139,14 @@ def _with_text_parts(index: int, message: Mapping[str, Any]) -> dict[str, Any]:
         kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
         if kind != "text" or not isinstance(part.get("text"), str):
             raise RequestError(
-                f"messages[{index}]: a content part must be {{'type': 'text', 'text': ...}}, as"
-                f" this engine takes text alone; got one of type {repr_short(kind)}"
+                f"messages[{index}]: a content part must be {{'type': 'text', 'text': ...}},"
+                f" because only text is supported; got the type {repr_short(kind)}"
             )
     return {**message, "content": [dict(part) for part in parts]}
 
 
 def _decoded(index: int, arguments: Any) -> Any:
-    """The arguments of a tool call. OpenAI's API passes JSON, and "" if there are none."""
+    """Parses the arguments of a tool call: JSON as in OpenAI's API, or "" for no arguments."""
     if not isinstance(arguments, str):
         return {} if arguments is None else arguments
     try:
@@ -158,7 +159,7 @@ def _decoded(index: int, arguments: Any) -> Any:
 
 
 def with_arguments(message: Mapping[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
-    """A copy of a message with the arguments of its tool calls changed."""
+    """Copies a message; `change` converts the arguments of its tool calls."""
     calls = message.get("tool_calls")
     if not isinstance(calls, list):
         return dict(message)
@@ -173,10 +174,8 @@ def with_arguments(message: Mapping[str, Any], change: Callable[[Any], Any]) -> 
 
 
 def shape_of(messages: Messages) -> tuple[Any, ...]:
-    """The properties that a template's branches depend on: roles, and keys with a value."""
-    return tuple(
-        (one["role"], *((key, type(v), _size(v)) for key, v in one.items())) for one in messages
-    )
+    """What the branches of a template may depend on: roles, and keys with the sizes of values."""
+    return tuple((m["role"], *((key, type(v), _size(v)) for key, v in m.items())) for m in messages)
 
 
 def _size(value: Any) -> int:
@@ -184,48 +183,48 @@ def _size(value: Any) -> int:
 
 
 def find_form(messages: Messages, render: Callable[[Messages, ChatForm], str]) -> ChatForm:
-    """The first form in which most messages leave their mark in the rendered text.
+    """The first form in which the marks of most messages are in the rendered text.
 
-    Forms that the template refuses are skipped; if it refuses all, the last one is returned.
+    Forms for which the template raises an error are skipped; the last one is returned if all do.
     """
     contents = [message.get("content") for message in messages]
     has_parts = any(isinstance(content, list) for content in contents)
-    needed = any(m.get("tool_calls") for m in messages), None in contents, has_parts
+    varies = any(m.get("tool_calls") for m in messages), None in contents, has_parts
     copy = marked(messages, range(len(messages)))
     found: list[ChatForm] = []
-    for choice in itertools.product(*([True, False] if one else [False] for one in needed)):
+    for choice in itertools.product(*([True, False] if v else [False] for v in varies)):
         form = ChatForm(*choice)  # type: ignore[arg-type]
         try:
             text = render(copy, form)
         except RequestError:
             continue
-        lost = (i for i, one in enumerate(copy) if not _leaves_mark(i, one, text, form))
-        found.append(form._replace(lost=tuple(lost)))
-        if not found[-1].lost:
+        dropped = (i for i, m in enumerate(copy) if not _leaves_mark(i, m, text, form))
+        found.append(form._replace(dropped=tuple(dropped)))
+        if not found[-1].dropped:
             break
-    return min(found, key=lambda one: len(one.lost), default=form)
+    return min(found, key=lambda form: len(form.dropped), default=form)
 
 
 def in_form(messages: Messages, form: ChatForm) -> list[dict[str, Any]]:
-    """The messages in the given form."""
+    """Converts messages to this form."""
     as_json = functools.partial(json.dumps, ensure_ascii=False)
-    found = [dict(one) if form.objects else with_arguments(one, as_json) for one in messages]
+    found = [dict(m) if form.objects else with_arguments(m, as_json) for m in messages]
     for message in found:
         content = message.get("content")
         if content is None and not form.nulls:
             message["content"] = ""
         elif isinstance(content, list) and not form.parts:
-            # Why line breaks: vLLM joins parts in the same way.
+            # Why line breaks: as in vLLM.
             message["content"] = "\n".join(part["text"] for part in content)
     return found
 
 
 def text_keys(message: Mapping[str, Any]) -> list[str]:
-    """The keys that hold a message's text: content and tool calls, or else its other keys."""
-    said = [key for key in ("content", "tool_calls") if message.get(key)]
-    if not said and "content" not in message:
-        said = [k for k, v in message.items() if k not in OPTIONAL and v and isinstance(v, str)]
-    return said
+    """The keys with the text of a message: content and tool calls, or else its other keys."""
+    keys = [key for key in ("content", "tool_calls") if message.get(key)]
+    if not keys and "content" not in message:
+        keys = [k for k, v in message.items() if k not in OPTIONAL and v and isinstance(v, str)]
+    return keys
 
 
 def _as_object(mark: str, arguments: Any) -> dict[str, str]:
@@ -233,7 +232,7 @@ def _as_object(mark: str, arguments: Any) -> dict[str, str]:
 
 
 def marked(messages: Messages, indices: Collection[int]) -> list[dict[str, Any]]:
-    """The messages, with marks instead of texts in those at `indices`."""
+    """Copies messages; the texts of messages at `indices` are replaced by marks."""
     copy = [dict(message) for message in messages]
     for index in indices:
         message, mark = copy[index], MARK.format(index)
@@ -248,10 +247,10 @@ def marked(messages: Messages, indices: Collection[int]) -> list[dict[str, Any]]
 
 
 def _leaves_mark(index: int, message: Mapping[str, Any], text: str, form: ChatForm) -> bool:
-    """Whether a marked message is visible in the text, or has no mark.
+    """Whether the mark of a message is in the text, or the message has no mark.
 
-    A template without support for lists of parts prints them with quoted texts, and one without
-    support for objects prints their Python representation.
+    Quoted marks do not count: a template without support for lists of parts prints them with quoted
+    texts, and a template without support for objects prints their Python representation.
     """
     mark = MARK.format(index)
     quoted = [str({mark: mark})]

@@ -5,9 +5,10 @@
     llama   tokens of higher `scores`   none; a space is a "▁"               byte tokens
     gemma4  `merges`, in their order    none; a space is a "▁"               byte tokens
 
-load_tokenizer.py calls it. It reads keys that begin with "tokenizer.", and no tensors. Such a file
-names its pre-tokenization, and lacks other parts of a tokenizer.json (normalizers, tokens that
-strip spaces). Tables in this module supply both for known names. Unknown names are not guessed.
+load_tokenizer.py calls it. It reads keys that begin with "tokenizer.", and no tensors. GGUF files
+have only a name of the pre-tokenization, and lack other parts of a tokenizer.json (normalizers,
+tokens that strip spaces). Tables in this module have both for known names. For unknown names an
+error is raised.
 
 Source: keys and types of tokens, docs/gguf.md of ggml; meanings of `pre`, llama.cpp's
 src/llama-vocab.cpp, which quotes the expressions of the models' own tokenizer.json; NFC of Qwen,
@@ -39,38 +40,38 @@ if TYPE_CHECKING:
 TEMPLATE = "tokenizer.chat_template"
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
-"""Types of tokens. Unused tokens only pad the vocabulary: they never occur, and decode to ""."""
+"""Types of tokens. Unused tokens only pad the vocabulary and decode to ""."""
 
 ROLES = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
-"""NAME of a key NAME_token_id -> name of the token in transformers."""
+"""X in a key X_token_id -> name of this token in transformers."""
 
 NO_ID = (1 << 32) - 1
-"""How writers store -1: there is no such token."""
+"""How writers store -1, which means that there is no such token."""
 
-MOST_NAMED = 3
-"""Tokens that one error message lists."""
+MAX_LISTED = 3
+"""Maximum number of tokens in an error message."""
 
-MOST_CHARS = 1 << 26
-"""Limit of the sum of squared lengths of tokens with scores, as each is cut at every position. A
-real vocabulary of 262,144 tokens needs a quarter of it."""
+MAX_SQUARES = 1 << 26
+"""Maximum sum of the squared lengths of tokens with scores, because each token is split at every
+position. A vocabulary of 262,144 tokens has a quarter of it."""
 
-PHI3_KEEPING = {"<unk>", "<s>", "<|endoftext|>"}
+PHI3_NO_STRIP = {"<unk>", "<s>", "<|endoftext|>"}
 """Tokens of Phi-3 that keep the spaces after them."""
 
 
-class Words(NamedTuple):
-    """Pre-tokenization of byte-level BPE.
+class ByteBPE(NamedTuple):
+    """Settings of a byte-level BPE tokenizer.
 
     Attributes:
-        splits: regular expressions; each one splits the pieces of the previous ones.
+        splits: regular expressions of the pre-tokenization; each splits the pieces of the previous.
         nfc: whether text is NFC-normalized first.
-        whole: whether a word that is in the vocabulary is one token, regardless of merges.
-        bos: whether texts begin with BOS if no key says so.
+        ignore_merges: whether a word in the vocabulary is one token, regardless of merges.
+        bos: whether texts begin with BOS, if no key determines it.
     """
 
     splits: Sequence[str]
     nfc: bool = False
-    whole: bool = False
+    ignore_merges: bool = False
     bos: bool = False
 
 
@@ -84,13 +85,13 @@ LLAMA3 = QWEN2.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
 SEED = QWEN2.replace(r"[^\s\p{L}\p{N}]+[\r\n]*", r"[^\s\p{L}\p{N}\r\n]+")
 UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 CASED = rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+%s|[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*%s|"
-OTHERS = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|" + SPACES
-TEKKEN = CASED % ("", "") + r"\p{N}" + OTHERS
-GPT4O = CASED % (f"{APOSTROPHES}?", f"{APOSTROPHES}?") + r"\p{N}{1,3}" + OTHERS
+SYMBOLS = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|" + SPACES
+TEKKEN = CASED % ("", "") + r"\p{N}" + SYMBOLS
+GPT4O = CASED % (f"{APOSTROPHES}?", f"{APOSTROPHES}?") + r"\p{N}{1,3}" + SYMBOLS
 HAN = "[一-龥\u0800-一가-\ud7ff]+"
-THREES = r"\p{N}{1,3}"
+UP_TO_3_DIGITS = r"\p{N}{1,3}"
 DEEPSEEK3 = (
-    THREES,
+    UP_TO_3_DIGITS,
     "[一-龥\u3040-ゟ\u30a0-ヿ]+",
     r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
     r"| ?[\p{P}\p{S}]+[\r\n]*|" + SPACES,
@@ -98,7 +99,7 @@ DEEPSEEK3 = (
 CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", HAN, r"\p{N}")
 DEEPSEEK = (
     r"[\r\n]",
-    # Why these: the model lists some of the letters with a case in an older Unicode version.
+    # Why these ranges: the published expression lists the letters with case of an older Unicode.
     r"\s?[\p{Lu}\p{Ll}\p{Lt}&&[^\u0560-\u0588\u10c7-\u10ff\u1c80-\u1c8f\u2d00-\u2d2d\ua78f-\ua7ff"
     r"\uab30-\uab6f\x{10570}-\x{105bf}\x{10d50}-\x{10d8f}\x{16e40}-\x{1dfff}]]+",
     r"\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+",
@@ -106,10 +107,10 @@ DEEPSEEK = (
     HAN,
     r"\p{N}",
 )
-# Why not as published: that expression looks ahead over all further digits from each digit.
-RIGHT = r"(?<!\d)\d{1,3}(?=(?>\d{3})*%s)|\G(?<=\d)\d{3}"
+# Why not the published expression: from each digit it looks ahead over all further digits.
+DIGITS_FROM_RIGHT = r"(?<!\d)\d{1,3}(?=(?>\d{3})*%s)|\G(?<=\d)\d{3}"
 AFMOE = (
-    RIGHT % r"(?!\d)",
+    DIGITS_FROM_RIGHT % r"(?!\d)",
     r"[\u4e00-\u9fff\u3040-\u30ff\u3400-\u4dbf\uf900-\ufaff\uff65-\uff9f\u2f00-\u2fdf]+"
     r"|[\u0e00-\u0e7f]+|[\u0e80-\u0eff]+|[\u1780-\u17ff]+"
     r"|[\u1000-\u109f\uaa60-\uaa7f\ua9e0-\ua9ff]+|[\uac00-\ud7af\u1100-\u11ff]+",
@@ -126,49 +127,53 @@ EXAONE = QWEN2.replace(r"]?\p{L}+", r"]?(?:\p{L}\p{M}*(?: \p{L}\p{M}*)*)+").repl
 )
 JAIS = LLAMA3.removesuffix(r"\s+(?!\S)|\s+")
 JAIS += "".join(rf"\s{{{1 << i}}}(?!\S)|" for i in range(9, 1, -1)) + r"\s{1,2}(?!\S)|\s"
+VIKING = (r" ?[^(\s|.,!?\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c)]+", r"\p{N}")
 DEFAULT = (r"[\p{P}\$\+<=>\^~\|]+", GPT2, r"\p{N}+", "[0-9][0-9][0-9]")
 
-WORDS = {
-    name: words
-    for names, words in (
-        ("gpt-2 phi-2 exaone4 trillion granite-docling mellum gigachat a.x-4.0", Words([GPT2])),
-        ("mpt olmo", Words([GPT2], nfc=True)),
-        ("smollm starcoder refact codeshell exaone minerva-7b mellum2", Words(DIGITS)),
-        ("command-r", Words(DIGITS, nfc=True)),
-        ("viking", Words([r" ?[^(\s|.,!?\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c)]+", r"\p{N}"])),
-        ("qwen2 stablelm2", Words([QWEN2], nfc=True)),
-        ("hunyuan", Words([QWEN2], nfc=True, whole=True)),
-        ("qwen35", Words([QWEN35], nfc=True)),
-        ("deepseek-r1-qwen kormo megrez solar-open", Words([QWEN2])),
-        ("llama3 llama-v3 llama-bpe falcon3 falcon-h1", Words([LLAMA3], whole=True, bos=True)),
-        ("pixtral lfm2 midm-2.0", Words([LLAMA3], whole=True, bos=True)),
-        ("dbrx smaug-bpe chatglm-bpe", Words([LLAMA3])),
-        ("glm4", Words([LLAMA3], whole=True)),
-        ("minicpm5", Words([THREES, LLAMA3], whole=True)),
-        ("jais-2", Words([JAIS])),
-        ("tekken", Words([TEKKEN], whole=True, bos=True)),
-        ("gpt-4o llama4 minimax-m2 kanana2", Words([GPT4O])),
-        ("tiny_aya", Words([RIGHT % r"\b", GPT4O], nfc=True)),
-        ("kimi-k2", Words([KIMI], whole=True)),
-        ("youtu", Words(YOUTU, whole=True)),
-        ("exaone-moe", Words([EXAONE])),
-        ("afmoe", Words(AFMOE)),
-        ("deepseek-llm", Words(DEEPSEEK)),
-        ("deepseek-coder", Words(CODER)),
-        ("deepseek-v3 hunyuan-dense joyai-llm", Words(DEEPSEEK3)),
-        ("seed-coder", Words([SEED])),
-        ("default", Words(DEFAULT)),
+PRE_TOKENIZERS = {
+    name: settings
+    for names, settings in (
+        ("gpt-2 phi-2 exaone4 trillion granite-docling mellum gigachat a.x-4.0", ByteBPE([GPT2])),
+        ("mpt olmo", ByteBPE([GPT2], nfc=True)),
+        ("smollm starcoder refact codeshell exaone minerva-7b mellum2", ByteBPE(DIGITS)),
+        ("command-r", ByteBPE(DIGITS, nfc=True)),
+        ("viking", ByteBPE(VIKING)),
+        ("qwen2 stablelm2", ByteBPE([QWEN2], nfc=True)),
+        ("hunyuan", ByteBPE([QWEN2], nfc=True, ignore_merges=True)),
+        ("qwen35", ByteBPE([QWEN35], nfc=True)),
+        ("deepseek-r1-qwen kormo megrez solar-open", ByteBPE([QWEN2])),
+        (
+            "llama3 llama-v3 llama-bpe falcon3 falcon-h1",
+            ByteBPE([LLAMA3], ignore_merges=True, bos=True),
+        ),
+        ("pixtral lfm2 midm-2.0", ByteBPE([LLAMA3], ignore_merges=True, bos=True)),
+        ("dbrx smaug-bpe chatglm-bpe", ByteBPE([LLAMA3])),
+        ("glm4", ByteBPE([LLAMA3], ignore_merges=True)),
+        ("minicpm5", ByteBPE([UP_TO_3_DIGITS, LLAMA3], ignore_merges=True)),
+        ("jais-2", ByteBPE([JAIS])),
+        ("tekken", ByteBPE([TEKKEN], ignore_merges=True, bos=True)),
+        ("gpt-4o llama4 minimax-m2 kanana2", ByteBPE([GPT4O])),
+        ("tiny_aya", ByteBPE([DIGITS_FROM_RIGHT % r"\b", GPT4O], nfc=True)),
+        ("kimi-k2", ByteBPE([KIMI], ignore_merges=True)),
+        ("youtu", ByteBPE(YOUTU, ignore_merges=True)),
+        ("exaone-moe", ByteBPE([EXAONE])),
+        ("afmoe", ByteBPE(AFMOE)),
+        ("deepseek-llm", ByteBPE(DEEPSEEK)),
+        ("deepseek-coder", ByteBPE(CODER)),
+        ("deepseek-v3 hunyuan-dense joyai-llm", ByteBPE(DEEPSEEK3)),
+        ("seed-coder", ByteBPE([SEED])),
+        ("default", ByteBPE(DEFAULT)),
     )
     for name in names.split()
 }
-"""Name in `tokenizer.ggml.pre` -> pre-tokenization of byte-level BPE."""
+"""Name in `tokenizer.ggml.pre` -> settings of the byte-level BPE tokenizer."""
 
 
 def read_tokenizer(path: Path) -> TokenizerFile:
-    """The tokenizer of a GGUF file.
+    """Reads the tokenizer of a GGUF file.
 
     Raises:
-        ConfigError: the file has none, an unknown kind, or an inconsistent one.
+        ConfigError: the file has no tokenizer, or it is of an unknown kind or inconsistent.
         ModelError: the file can't be read.
     """
     from nanoengine.checkpoint.gguf import read_gguf
@@ -180,89 +185,90 @@ def read_tokenizer(path: Path) -> TokenizerFile:
 
 
 def make_tokenizer(metadata: Mapping[str, Any], path: Path) -> TokenizerFile:
-    """Builds the tokenizer that the metadata describe; `path` is for error messages."""
-    said = _Said(metadata, path)
-    model = said.value("model", str)
+    """Builds a tokenizer from metadata; `path` is for error messages."""
+    keys = _Keys(metadata, path)
+    model = keys.get("model", str)
     if model not in MODELS:
-        said.refuse("model", f"is {repr_short(model)}; supported: {', '.join(MODELS)}")
-    raw, bos = MODELS[model](said)
-    # Source: Phi-3's tokenizer.json, where most of these tokens strip the spaces after them.
+        keys.reject("model", f"is {repr_short(model)}; supported: {', '.join(MODELS)}")
+    raw, bos = MODELS[model](keys)
+    # Source: Phi-3's tokenizer.json, in which most of these tokens strip the spaces after them.
     strip = model == "llama" and str(metadata.get("general.architecture")) == "phi3"
     for add, kinds in (raw.add_special_tokens, (UNKNOWN, CONTROL)), (raw.add_tokens, USER_DEFINED):
-        found = [said.tokens[i] for i in np.flatnonzero(np.isin(said.types, kinds))]
-        strips = {token: strip and token not in PHI3_KEEPING for token in found if token}
+        found = [keys.tokens[i] for i in np.flatnonzero(np.isin(keys.types, kinds))]
+        strips = {token: strip and token not in PHI3_NO_STRIP for token in found if token}
         add([AddedToken(token, normalized=False, rstrip=strips[token]) for token in strips])
     ends = []
     for role, default in (("bos", bos), ("eos", False)):
-        if said.value(f"add_{role}_token", bool, default):
-            if (token_id := said.token_id(role)) is None:
-                said.refuse(f"{role}_token_id", "is missing, though it is added to texts")
+        if keys.get(f"add_{role}_token", bool, default):
+            if (token_id := keys.token_id(role)) is None:
+                keys.reject(f"{role}_token_id", f"is missing, but add_{role}_token is True")
             ends.append((role, token_id))
-    # Why these names: characters of a real token may have a meaning in a template.
+    # Why these names: the text of a token may have a special meaning in a template.
     single = [name for name in ("bos", "$A", "eos") if name == "$A" or name in dict(ends)]
     raw.post_processor = TemplateProcessing(single=single, special_tokens=ends)
-    names = said.names()
-    known = {"chat_template": said.templates(), "clean_up_tokenization_spaces": False, **names}
+    names = keys.special_tokens()
+    known = {"chat_template": keys.chat_templates(), "clean_up_tokenization_spaces": False, **names}
     load_full = functools.partial(_load_full, raw, str(path), known)
     return TokenizerFile(raw, load_full, names.get("eos_token"))
 
 
-class _Said:
-    """The tokenizer keys of a file, checked when they are read.
+class _Keys:
+    """Reads and checks the tokenizer keys of a file.
 
     Attributes:
-        vocab: token -> id, for tokens that are in use and not empty.
+        vocab: token -> id, without unused and empty tokens.
     """
 
     def __init__(self, metadata: Mapping[str, Any], path: Path) -> None:
         self.metadata, self.path = metadata, path
-        self.tokens: list[str] = self.value("tokens", list[str])
-        self.types = self.numbers("token_type")
+        self.tokens: list[str] = self.get("tokens", list[str])
+        self.types = self.per_token("token_type")
         if wrong := sorted(set(self.types.tolist()) - set(range(NORMAL, BYTE + 1))):
-            self.refuse("token_type", f"has {wrong[:MOST_NAMED]}; known are {NORMAL} to {BYTE}")
+            self.reject("token_type", f"has {wrong[:MAX_LISTED]}; supported: {NORMAL} to {BYTE}")
         used = [i for i in np.flatnonzero(self.types != UNUSED).tolist() if self.tokens[i]]
         self.vocab = {self.tokens[i]: i for i in used}
         if len(self.vocab) < len(used):
             twice = [self.tokens[i] for i in used if self.vocab[self.tokens[i]] != i]
-            self.refuse("tokens", f"has tokens of the same text: {repr_short(twice[:MOST_NAMED])}")
+            self.reject("tokens", f"has the same token twice: {repr_short(twice[:MAX_LISTED])}")
 
-    def refuse(self, name: str, problem: str) -> NoReturn:
+    def reject(self, name: str, problem: str) -> NoReturn:
         raise ConfigError(
-            f"{self.path}: tokenizer.ggml.{name} {problem}; give tokenizer=... the directory or hub"
-            " id of the model's own tokenizer, or set skip_tokenizer_init=True and pass token ids"
+            f"{self.path}: tokenizer.ggml.{name} {problem}; give tokenizer=... a directory or hub"
+            " id with the model's tokenizer, or set skip_tokenizer_init=True and pass token ids"
         )
 
-    def value(self, name: str, annotation: Any, *default: Any) -> Any:
-        """One value; without a default it is required."""
+    def get(self, name: str, annotation: Any, *default: Any) -> Any:
+        """The value of a key. Without a default the key is required."""
         key = f"tokenizer.ggml.{name}"
         if key not in self.metadata:
-            return default[0] if default else self.refuse(name, "is missing")
+            return default[0] if default else self.reject(name, "is missing")
         return check_value(self.metadata[key], annotation, f"{self.path}: {key}", ConfigError)
 
-    def numbers(self, name: str) -> np.ndarray:
-        """One finite number per token."""
+    def per_token(self, name: str) -> np.ndarray:
+        """The value of a key that has a finite number per token."""
         found = np.asarray(self.metadata.get(f"tokenizer.ggml.{name}", ()))
         count = len(self.tokens)
         if found.shape != (count,) or found.dtype.kind not in "iuf" or not count:
-            self.refuse(name, f"must have a number for each of {count} tokens, 1 or more")
+            self.reject(name, f"must have {count} numbers, one per token, and at least one")
         if not np.isfinite(found).all():
-            self.refuse(name, "has a number that is not finite")
+            self.reject(name, "must have finite numbers")
         return found
 
     def token_id(self, role: str, default: int = NO_ID) -> int | None:
-        """The id of the token with a role; None: the file has none."""
+        """The id of the token with this role; None: there is none."""
         name = f"{role}_token_id"
-        found: int = self.value(name, int, default)
+        found: int = self.get(name, int, default)
         if found in (-1, NO_ID):
             return None
         if not 0 <= found < len(self.tokens):
-            self.refuse(name, f"is {found}; the vocabulary has 0 to {len(self.tokens) - 1}")
+            self.reject(name, f"is {found}; it must be from 0 to {len(self.tokens) - 1}")
         return found
 
-    def names(self) -> dict[str, str]:
-        """Tokens with a role, by their names in transformers, which makes them special.
+    def special_tokens(self) -> dict[str, str]:
+        """Name in transformers -> the token with this role. transformers makes them special tokens.
 
-        Why not all: writers copy the padding token from config.json, and it may be any token.
+        Why not all of them: writers copy the padding token from config.json, which may name any
+        token.
         """
         ids = {role: i for role in ROLES if (i := self.token_id(role)) is not None}
         return {
@@ -272,8 +278,8 @@ class _Said:
             or (role in ("bos", "eos") and self.tokens[i] in self.vocab)
         }
 
-    def templates(self) -> str | dict[str, str] | None:
-        """The chat template; a dict of name and template if there are several."""
+    def chat_templates(self) -> str | dict[str, str] | None:
+        """The chat template, or a dict of name -> template if there are several."""
         found = {
             key.removeprefix(TEMPLATE).removeprefix(".") or "default": source
             for key, source in self.metadata.items()
@@ -283,48 +289,51 @@ class _Said:
         return found if found.keys() - {"default"} else found.get("default")
 
 
-def _merges(said: _Said) -> list[tuple[str, str]]:
-    # Why the first of equal merges: llama.cpp uses it, but the library would use the last.
-    merges = [tuple(pair.split(" ", 1)) for pair in dict.fromkeys(said.value("merges", list[str]))]
+def _merges(keys: _Keys) -> list[tuple[str, str]]:
+    # Why dict.fromkeys: of equal merges, llama.cpp uses the first, but the library the last.
+    merges = [tuple(pair.split(" ", 1)) for pair in dict.fromkeys(keys.get("merges", list[str]))]
     if wrong := [merge for merge in merges if len(merge) != 2]:
-        said.refuse("merges", f"has {repr_short(wrong[0][0])}, which is no two tokens")
+        keys.reject("merges", f"has {repr_short(wrong[0][0])}, which is not a pair of tokens")
     return merges
 
 
-def _bpe(said: _Said, merges: list[tuple[str, str]], **options: Any) -> RawTokenizer:
+def _bpe(keys: _Keys, merges: list[tuple[str, str]], **options: Any) -> RawTokenizer:
     try:
-        return RawTokenizer(models.BPE(vocab=said.vocab, merges=merges, **options))
+        return RawTokenizer(models.BPE(vocab=keys.vocab, merges=merges, **options))
     except Exception as error:  # Why all: the library has no specific exceptions.
-        said.refuse("merges", f"do not fit the vocabulary: {truncate(error)}")
+        keys.reject("merges", f"does not match the vocabulary: {truncate(error)}")
 
 
-def _byte_level(said: _Said) -> tuple[RawTokenizer, bool]:
-    """BPE over bytes, and whether texts begin with BOS by default."""
-    name = said.value("pre", str)
-    if name not in WORDS:
-        said.refuse("pre", f"is {repr_short(name)}; supported: {join_names(sorted(WORDS), name)}")
-    words = WORDS[name]
-    raw = _bpe(said, _merges(said), ignore_merges=words.whole)
-    if words.nfc:
+def _byte_level(keys: _Keys) -> tuple[RawTokenizer, bool]:
+    """Returns a BPE tokenizer over bytes, and whether texts begin with BOS by default."""
+    name = keys.get("pre", str)
+    if name not in PRE_TOKENIZERS:
+        known = join_names(sorted(PRE_TOKENIZERS), name)
+        keys.reject("pre", f"is {repr_short(name)}; supported: {known}")
+    settings = PRE_TOKENIZERS[name]
+    raw = _bpe(keys, _merges(keys), ignore_merges=settings.ignore_merges)
+    if settings.nfc:
         raw.normalizer = normalizers.NFC()
     raw.pre_tokenizer = pre_tokenizers.Sequence([
-        *(pre_tokenizers.Split(Regex(split), "isolated") for split in words.splits),
+        *(pre_tokenizers.Split(Regex(split), "isolated") for split in settings.splits),
         pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
     ])  # fmt: skip
     raw.decoder = decoders.ByteLevel()
-    return raw, words.bos
+    return raw, settings.bos
 
 
-def _by_scores(said: _Said) -> tuple[RawTokenizer, bool]:
-    """BPE as in sentencepiece, and True: texts begin with BOS by default.
+def _sentencepiece_bpe(keys: _Keys) -> tuple[RawTokenizer, bool]:
+    """Returns a BPE tokenizer as in sentencepiece, and True: texts begin with BOS by default.
 
-    `pre` has no meaning here, because text is not split.
+    `pre` has no effect, because text is not split.
     """
-    best = np.argsort(-said.numbers("scores").astype(np.float64), kind="stable")
-    merged = best[np.isin(said.types[best], (NORMAL, USER_DEFINED))]
-    by_score = [token for i in merged.tolist() if (token := said.tokens[i])]
-    if sum(len(token) ** 2 for token in by_score) > MOST_CHARS:
-        said.refuse("tokens", f"are too long: the squares of their lengths sum to > {MOST_CHARS}")
+    best = np.argsort(-keys.per_token("scores").astype(np.float64), kind="stable")
+    merged = best[np.isin(keys.types[best], (NORMAL, USER_DEFINED))]
+    by_score = [token for i in merged.tolist() if (token := keys.tokens[i])]
+    if sum(len(token) ** 2 for token in by_score) > MAX_SQUARES:
+        keys.reject(
+            "tokens", f"has too long tokens: the sum of squared lengths exceeds {MAX_SQUARES}"
+        )
     known = set(by_score)
     merges = [
         (token[:cut], token[cut:])
@@ -332,46 +341,48 @@ def _by_scores(said: _Said) -> tuple[RawTokenizer, bool]:
         for cut in range(len(token) - 1, 0, -1)
         if token[:cut] in known and token[cut:] in known
     ]
-    return _spaced(said, merges, prefix=True), True
+    return _char_bpe(keys, merges, prefix=True), True
 
 
-def _by_merges(said: _Said) -> tuple[RawTokenizer, bool]:
-    """BPE as in Gemma 4, and True: texts begin with BOS by default."""
-    return _spaced(said, _merges(said), prefix=False), True
+def _gemma4_bpe(keys: _Keys) -> tuple[RawTokenizer, bool]:
+    """Returns a BPE tokenizer as in Gemma 4, and True: texts begin with BOS by default."""
+    return _char_bpe(keys, _merges(keys), prefix=False), True
 
 
-def _spaced(said: _Said, merges: list[tuple[str, str]], prefix: bool) -> RawTokenizer:
-    """BPE over characters of text that is not split and has a "▁" per space.
+def _char_bpe(keys: _Keys, merges: list[tuple[str, str]], prefix: bool) -> RawTokenizer:
+    """Returns a BPE tokenizer over the characters of a whole text, in which "▁" replaces spaces.
 
     Args:
-        prefix: whether text gets a leading "▁" by default.
+        prefix: whether "▁" is prepended to texts by default.
     """
-    if said.value("remove_extra_whitespaces", bool, False):
-        said.refuse("remove_extra_whitespaces", "is True; with this model all spaces are kept")
-    unknown = said.token_id("unknown", 0)
-    if unknown is None or said.tokens[unknown] not in said.vocab:
-        said.refuse("unknown_token_id", f"is {unknown}, which is no token in use")
-    in_bytes = bool((said.types == BYTE).any())
-    name = said.tokens[unknown]
-    raw = _bpe(said, merges, unk_token=name, fuse_unk=True, byte_fallback=in_bytes)
+    if keys.get("remove_extra_whitespaces", bool, False):
+        keys.reject(
+            "remove_extra_whitespaces", "is True, which is not supported: all spaces are kept"
+        )
+    unknown = keys.token_id("unknown", 0)
+    if unknown is None or keys.tokens[unknown] not in keys.vocab:
+        keys.reject("unknown_token_id", f"is {unknown}, which is not a used token")
+    in_bytes = bool((keys.types == BYTE).any())
+    name = keys.tokens[unknown]
+    raw = _bpe(keys, merges, unk_token=name, fuse_unk=True, byte_fallback=in_bytes)
     parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     raw.normalizer = normalizers.Replace(" ", "▁")
-    if said.value("add_space_prefix", bool, prefix):
+    if keys.get("add_space_prefix", bool, prefix):
         raw.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), raw.normalizer])
         parts.append(decoders.Strip(" ", 1, 0))
     raw.decoder = decoders.Sequence(parts)
     return raw
 
 
-MODELS = {"gpt2": _byte_level, "llama": _by_scores, "gemma4": _by_merges}
-"""Name in `tokenizer.ggml.model` -> function that builds the tokenizer."""
+MODELS = {"gpt2": _byte_level, "llama": _sentencepiece_bpe, "gemma4": _gemma4_bpe}
+"""Name in `tokenizer.ggml.model` -> the function that builds the tokenizer."""
 
 
 def _load_full(raw: RawTokenizer, name: str, known: dict[str, Any]) -> PreTrainedTokenizerBase:
-    """The same tokenizer as a transformers object, for chats and for callers who ask for it."""
+    """Converts the tokenizer to a transformers tokenizer, for chats and for `get_tokenizer`."""
     from transformers import PreTrainedTokenizerFast
 
     full = PreTrainedTokenizerFast(tokenizer_object=raw, **known)
-    # Why later: with a large vocabulary, transformers would look the name up on the hub.
+    # Why not an argument: with a large vocabulary, transformers would look up the name on the hub.
     full.name_or_path = name
     return full

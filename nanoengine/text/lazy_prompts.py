@@ -1,4 +1,4 @@
-"""read_lazily: reads prompts while an iterator is pulled. Called by `LLM.stream`."""
+"""read_lazily: reads the prompts of an iterator one by one. Called by `LLM.stream`."""
 
 from __future__ import annotations
 
@@ -26,34 +26,33 @@ def read_lazily(
     priority: PriorityInput,
     on_error: OnError,
 ) -> Iterator[CheckedPrompt | RefusedPrompt | Pause]:
-    """Reads prompts as they are pulled; parameters and priority are one for all."""
+    """Reads each prompt when it is needed. All prompts have the same parameters and priority."""
     check_on_error(on_error)
     if not isinstance(prompts, Iterable):
         raise RequestError(f"prompts must be an iterable, got {type(prompts).__name__}")
     if isinstance(sampling_params, Sequence) or isinstance(priority, Sequence):
         raise RequestError(
-            "prompts that are pulled lazily have no known number, so they share one"
-            " SamplingParams and one priority: yield Row(prompt, sampling_params=...) to give"
-            " one each"
+            "the number of prompts of an iterator is unknown, so sampling_params and priority must"
+            " be single values; yield Row(prompt, sampling_params=...) for parameters per prompt"
         )
     (params,) = each_params(sampling_params, 1, reader.default_params)
-    (rank,) = each_priority(priority, 1)
-    return _each(reader, prompts, params, rank, on_error)
+    (one_priority,) = each_priority(priority, 1)
+    return _read_each(reader, prompts, params, one_priority, on_error)
 
 
-def _each(
+def _read_each(
     reader: PromptReader,
     prompts: Iterable[object],
     params: SamplingParams,
-    rank: int | None,
+    priority: int | None,
     on_error: OnError,
 ) -> Iterator[CheckedPrompt | RefusedPrompt | Pause]:
-    numbers = itertools.count()
-    for one in prompts:
-        if one is PAUSE:
+    indices = itertools.count()
+    for prompt in prompts:
+        if prompt is PAUSE:
             yield PAUSE
             continue
-        own = (one.sampling_params if isinstance(one, Row) else None) or params
+        own = (prompt.sampling_params if isinstance(prompt, Row) else None) or params
         while not reader.checker.is_ready(own):
             yield Pause.COMPILING
-        yield reader.read(next(numbers), one, params, rank, on_error)
+        yield reader.read(next(indices), prompt, params, priority, on_error)

@@ -1,4 +1,4 @@
-"""Loads a tokenizer: from a complete tokenizer.json, from a GGUF file, or with transformers.
+"""Loads a tokenizer from a complete tokenizer.json, from a GGUF file, or with transformers.
 
 `Tokenizer.load` calls it, and `build.py` for the end tokens of a model.
 """
@@ -27,34 +27,34 @@ if TYPE_CHECKING:
 
 NAMED_TOKENS = {f"{role}_token" for role in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")}
 
-WITHOUT_EFFECT = {"chat_template", "clean_up_tokenization_spaces", "model_max_length"}
-"""Settings without effect on encoding or decoding as nanoengine uses them."""
+UNUSED_KEYS = {"chat_template", "clean_up_tokenization_spaces", "model_max_length"}
+"""Keys of tokenizer_config.json that do not affect encoding and decoding in nanoengine."""
 
 MODEL_TYPES = {"gemma3_text", "llama", "qwen3", "qwen3_moe"}
-"""Models for which transformers uses the tokenizer class that the checkpoint names. For qwen2 it
-builds its own; for mistral it may use another library or patch the pre-tokenization."""
+"""Models for which transformers uses the tokenizer class of the checkpoint. Counterexamples: for
+qwen2 it builds its own; for mistral it may use another library or patch the pre-tokenization."""
 
 HUB_ID = re.compile(r"(?![./~])[\w.-]+(/[\w.-]+)?")
-"""Names that the hub may know; for others its library only reports the allowed characters."""
+"""Valid hub ids. For other names, the errors of the hub's library are about allowed characters."""
 
 OLD_FILES = ("added_tokens.json", "special_tokens_map.json")
-"""Files of older checkpoints that may add tokens."""
+"""Files of older checkpoints, which may add tokens."""
 
-OBJECTS = ("config.json", "tokenizer_config.json", "tokenizer.json", *OLD_FILES)
-"""Files that transformers may read for a tokenizer, each with a JSON object."""
+JSON_FILES = ("config.json", "tokenizer_config.json", "tokenizer.json", *OLD_FILES)
+"""JSON files that transformers may read for a tokenizer."""
 
-FILES = {*OBJECTS, "tokenizer.model", "vocab.json", "merges.txt", "chat_template.jinja"}
-"""All files of a tokenizer."""
+ALL_FILES = {*JSON_FILES, "tokenizer.model", "vocab.json", "merges.txt", "chat_template.jinja"}
+"""All files that transformers may read for a tokenizer."""
 
 
-WAY_OUT = (
+ADVICE = (
     "give tokenizer=... another directory or hub id, or set skip_tokenizer_init=True and pass token"
     " ids"
 )
 
 
 def load_configured(config: EngineConfig) -> PreTrainedTokenizerBase | TokenizerFile:
-    """The tokenizer that an engine's settings name: see `Tokenizer.of`."""
+    """Loads the tokenizer that an engine's settings name: see `Tokenizer.of`."""
     from nanoengine.checkpoint.find import resolve_model
 
     name = config.tokenizer or str(resolve_model(config))
@@ -69,19 +69,19 @@ def load_configured(config: EngineConfig) -> PreTrainedTokenizerBase | Tokenizer
     if config.chat_template is not None:
         found.chat_template = config.chat_template
         if isinstance(found, TokenizerFile):
-            found.load_full = functools.partial(_with, config.chat_template, found.load_full)
+            found.load_full = functools.partial(_load_with, config.chat_template, found.load_full)
     return found
 
 
-def _with(chat_template: str, load_full: LoadFull) -> PreTrainedTokenizerBase:
-    """The transformers tokenizer with another chat template."""
+def _load_with(chat_template: str, load_full: LoadFull) -> PreTrainedTokenizerBase:
+    """Loads the transformers tokenizer, and replaces its chat template."""
     full = load_full()
     full.chat_template = chat_template
     return full
 
 
 def find_or_load(name: str, trust_remote_code: bool) -> PreTrainedTokenizerBase | TokenizerFile:
-    """The tokenizer of a checkpoint directory, GGUF file or hub id.
+    """Loads the tokenizer of a checkpoint directory, a GGUF file or a hub id.
 
     Raises:
         ConfigError: there is none, or it can't be read.
@@ -100,35 +100,34 @@ def find_or_load(name: str, trust_remote_code: bool) -> PreTrainedTokenizerBase 
     found = find_file(directory)
     if found is None:
         return load_backend(name, trust_remote_code)
-    said, file = directory / "tokenizer_config.json", directory / "chat_template.jinja"
-    found.chat_template = read_object(said, ConfigError).get("chat_template")
+    config, file = directory / "tokenizer_config.json", directory / "chat_template.jinja"
+    found.chat_template = read_object(config, ConfigError).get("chat_template")
     if file.is_file():
         found.chat_template = file.read_text(encoding="utf-8", errors="replace")
     return found
 
 
-def with_ends(model: ModelConfig, tokenizer: Any, *, chats: bool = False) -> ModelConfig:
-    """Adds the tokenizer's EOS to the `ends` of a model's config, as vLLM does.
+def with_tokenizer_eos(model: ModelConfig, tokenizer: Any, *, chats: bool = False) -> ModelConfig:
+    """Adds the EOS token of the tokenizer to the `eos_sources` of a model's config, as vLLM does.
 
     Args:
-        tokenizer: a `Tokenizer`; None: it is not loaded, and adds none.
-        chats: whether to also add the token with which the chat template closes a message. If
-            there is no other end, it is added in any case.
+        tokenizer: a `Tokenizer`; None: the config is returned unchanged.
+        chats: whether to also add the token with which the chat template closes a message. It is
+            always added if there is no EOS token.
     """
     if tokenizer is None:
         return model
-    ends = (*model.ends, ("the tokenizer", tokenizer.token_id(tokenizer.eos_token)))
-    if chats or not (model := replace(model, ends=ends)).eos_token_ids:
-        from nanoengine.text.end_tokens import turn_ends
+    ends = (*model.eos_sources, ("the tokenizer", tokenizer.token_id(tokenizer.eos_token)))
+    if chats or not (model := replace(model, eos_sources=ends)).eos_token_ids:
+        from nanoengine.text.end_tokens import turn_end_ids
 
-        ends += tuple(("the chat template", token_id) for token_id in turn_ends(tokenizer, None))
-    return replace(model, ends=ends)
+        ends += tuple(("the chat template", token_id) for token_id in turn_end_ids(tokenizer, None))
+    return replace(model, eos_sources=ends)
 
 
 def find_file(directory: Path) -> TokenizerFile | None:
-    """The tokenizer of a checkpoint, if `tokenizer.json` is complete.
-
-    None: transformers must load it, and reports errors.
+    """Loads the tokenizer of a checkpoint, if `tokenizer.json` is complete. None: transformers must
+    load it, and reports errors.
     """
     try:
         config = read_object(directory / "tokenizer_config.json", ConfigError)
@@ -139,7 +138,7 @@ def find_file(directory: Path) -> TokenizerFile | None:
         return None
     named = [config.get(key) for key in NAMED_TOKENS if config.get(key) is not None]
     extra = config.get("extra_special_tokens", [])
-    known = NAMED_TOKENS | WITHOUT_EFFECT | {"backend", "tokenizer_class"}
+    known = NAMED_TOKENS | UNUSED_KEYS | {"backend", "tokenizer_class"}
     if (
         config.get("tokenizer_class") != "TokenizersBackend"
         or config.get("backend") != "tokenizers"
@@ -155,8 +154,8 @@ def find_file(directory: Path) -> TokenizerFile | None:
         raw = RawTokenizer.from_file(str(directory / "tokenizer.json"))
     except Exception:  # Why all: the library has no specific exceptions.
         return None
-    # Why: transformers disables truncation and padding, adds a missing post-processor, and makes
-    # the tokens special that the config names.
+    # Why: transformers disables truncation and padding, adds a missing post-processor, and marks
+    # the tokens that the config names as special.
     if raw.truncation is not None or raw.padding is not None or raw.post_processor is None:
         return None
     special = {t.content for t in raw.get_added_tokens_decoder().values() if t.special}
@@ -167,7 +166,7 @@ def find_file(directory: Path) -> TokenizerFile | None:
 
 
 def _find_gguf(directory: Path) -> Path | None:
-    """The GGUF file of a folder that has no other tokenizer."""
+    """The GGUF file of a folder without another tokenizer."""
     if any((directory / f"tokenizer{end}").exists() for end in (".json", ".model", "_config.json")):
         return None
     from nanoengine.checkpoint.gguf import find_gguf
@@ -176,29 +175,29 @@ def _find_gguf(directory: Path) -> Path | None:
 
 
 def load_backend(name: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """The tokenizer as transformers loads it."""
+    """Loads a tokenizer with transformers."""
     from transformers import AutoTokenizer
 
     try:
         found = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
     except Exception as error:
-        why = "it is no directory that exists, no GGUF file, and no hub id"
+        why = "it is not an existing directory, a GGUF file or a hub id"
         if os.path.isdir(name) or HUB_ID.fullmatch(name):
-            why = _damaged(Path(name)) or truncate(error)
-        raise ConfigError(f"tokenizer {name!r} can't be loaded: {why}; {WAY_OUT}") from error
-    # Why: without its files transformers makes a tokenizer that has only special tokens.
+            why = _find_damage(Path(name)) or truncate(error)
+        raise ConfigError(f"tokenizer {name!r} can't be loaded: {why}; {ADVICE}") from error
+    # Why: without files, transformers returns a tokenizer that has only special tokens.
     if len(found) <= len(found.added_tokens_decoder):
         raise ConfigError(
-            f"{name!r} has no tokenizer: no tokenizer.json, tokenizer.model or vocab.json with a"
-            f" vocabulary; {WAY_OUT}"
+            f"{name!r} has no tokenizer: no tokenizer.json, tokenizer.model or vocab.json has a"
+            f" vocabulary; {ADVICE}"
         )
     return found
 
 
-def _damaged(directory: Path) -> str:
-    """Which JSON file is damaged, and how, because transformers doesn't name the file."""
+def _find_damage(directory: Path) -> str:
+    """The error of the first damaged JSON file, because transformers does not name the file."""
     try:
-        for path in (directory / name for name in OBJECTS):
+        for path in (directory / name for name in JSON_FILES):
             if os.path.lexists(path):
                 read_object(path, ConfigError)
     except ConfigError as error:
@@ -207,10 +206,10 @@ def _damaged(directory: Path) -> str:
 
 
 def _check_files(directory: Path) -> None:
-    """Raises for a FIFO, socket or device in the directory, which would block a reader, and for a
-    tokenizer file with other content, such as a Git LFS pointer.
+    """Raises an error if the directory has a FIFO, socket or device, which would block a reader, or
+    a tokenizer file with other content, such as a Git LFS pointer.
 
-    Why all files: transformers decides which of them it opens.
+    Why all files: transformers determines which of them it opens.
     """
     for path in sorted(directory.iterdir()):
         try:
@@ -218,6 +217,6 @@ def _check_files(directory: Path) -> None:
         except OSError:  # a broken link can't be opened either
             continue
         if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
-            raise ConfigError(f"{path} is no regular file: a checkpoint has no use for it")
-        if path.name in FILES and (why := wrong_content(path)):
-            raise ConfigError(f"{path} can't be read: {why}; {WAY_OUT}")
+            raise ConfigError(f"{path} is not a regular file: remove it from the checkpoint")
+        if path.name in ALL_FILES and (why := wrong_content(path)):
+            raise ConfigError(f"{path} can't be read: {why}; {ADVICE}")

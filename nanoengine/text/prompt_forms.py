@@ -1,15 +1,15 @@
 """The forms of prompts, parameters and conversations that callers may pass.
 
-`llm.py` calls it. It does not use the tokenizer or the engine: it only parses the arguments and
-reports invalid ones.
+`llm.py` calls it. It only parses arguments and rejects invalid ones; it uses neither the tokenizer
+nor the engine.
 
     "text"                                     one prompt, not a list of characters
     [1, 2, 3]                                  one prompt of token ids
     {"prompt": "text"}                         a text with options: "cache_salt"
-    {"prompt_token_ids": [1, 2, 3]}            a "prompt" in addition is only repeated in the output
+    {"prompt_token_ids": [1, 2, 3]}            a "prompt" is also allowed, for the output only
     {"messages": [{"role": ..., ...}, ...]}    a conversation, and any of TEMPLATE_KEYS
-    RequestError("...")                        a row that could not be read: its output's error
-    PAUSE                                      from an iterator: no prompt at present
+    RequestError("...")                        a row that could not be read: the error of its output
+    PAUSE                                      from an iterator: there is no prompt yet
     Row(any of these, key=..., ...)            a prompt with its own parameters, priority and key
     [any of these, mixed]                      several prompts; also an array of strings or objects,
                                                or a column of a data frame
@@ -35,17 +35,17 @@ TEMPLATE_KEYS = (
     "tools",
     "chat_template_kwargs",
 )
-"""Options of `Tokenizer.render_chat`; the last one has the template's own variables."""
+"""Options of `Tokenizer.render_chat`. chat_template_kwargs has variables of the template."""
 
 RESERVED_VARIABLES = ("messages", "conversation", "tokenize", *TEMPLATE_KEYS)
-"""Names that template variables can't have, because they are arguments of the renderer."""
+"""Names that are not allowed as template variables, because they are arguments of the renderer."""
 
 NO_MEDIA = ("multi_modal_data", "multi_modal_uuids", "mm_processor_kwargs")
-"""Keys of vLLM's prompts that are accepted if they are empty."""
+"""Keys of vLLM's prompts that are allowed if their values are empty."""
 
 
 class TextPrompt(TypedDict):
-    """A text prompt with vLLM's name; a plain dict."""
+    """A text prompt, under vLLM's name: a plain dict."""
 
     prompt: str
     cache_salt: NotRequired[str | None]
@@ -53,7 +53,7 @@ class TextPrompt(TypedDict):
 
 
 class TokensPrompt(TypedDict):
-    """A prompt of token ids with vLLM's name; a plain dict."""
+    """A prompt of token ids, under vLLM's name: a plain dict."""
 
     prompt_token_ids: Sequence[int]
     prompt: NotRequired[str | None]
@@ -70,13 +70,13 @@ class Row:
         prompt: any form of a prompt, or a RequestError that explains why it could not be read.
         sampling_params: sampling parameters of this row.
         priority: lower runs first.
-        key: identifies the row. A row without a seed draws its random numbers from the engine's
-            seed and this key, independent of its order of arrival. So its tokens are the same
-            alone, in any order, and after a resume. Rows with equal keys draw equal random numbers.
-            `RequestOutput.key` repeats the key.
+        key: identifies the row. Without a seed, the random numbers of a row depend on the engine's
+            seed and this key, and not on the order of arrival. So its tokens are the same in any
+            batch, in any order, and after a resume. Rows with equal keys have equal random numbers.
+            It is also `RequestOutput.key`.
 
     Raises:
-        RequestError: an option is unknown or has a wrong type; the call checks the prompt.
+        RequestError: an option is unknown or has a wrong type. The prompt is checked later.
     """
 
     prompt: Any
@@ -87,29 +87,29 @@ class Row:
 
 
 class Pause(enum.Enum):
-    """What a lazy iterator yields while it has no prompt yet.
+    """Yielded by an iterator of prompts that has no prompt yet.
 
-    The engine continues with running requests, and asks again after the step. If nothing runs, the
-    stream ends, so an iterator that can detect this should block instead.
+    The engine runs a step of the running requests, then calls the iterator again. If no request is
+    running, the stream ends; an iterator should block instead if it can detect this.
     """
 
     PAUSE = "PAUSE"
     COMPILING = "COMPILING"
-    """What the next prompt needs, such as a grammar, is being compiled; the stream does not end."""
+    """The grammar of the next prompt is being compiled; the stream does not end."""
 
 
 PAUSE = Pause.PAUSE
 
 
 def is_single_prompt(prompts: object) -> bool:
-    """Whether `prompts` is one prompt, not a collection of prompts; an empty list is none."""
+    """Whether `prompts` is one prompt, not a list of prompts. An empty list is not a prompt."""
     if isinstance(prompts, str | Mapping | Row):
         return True
     return isinstance(prompts, Sequence) and bool(prompts) and all(map(is_int, prompts))
 
 
 def prompt_list(prompts: object) -> list[object]:
-    """`prompts` as a list with one entry per prompt.
+    """Converts `prompts` to a list with one entry per prompt.
 
     Raises:
         RequestError: it is neither a prompt nor a list of them.
@@ -120,15 +120,16 @@ def prompt_list(prompts: object) -> list[object]:
     if isinstance(prompts, Sequence) and not isinstance(prompts, bytes):
         return list(prompts)
     raise RequestError(
-        "prompts must be a string, a list of token ids, a dict or a list of these, got"
-        f" {type(prompts).__name__}; stream() also takes a generator of prompts"
+        "prompts must be a string, a list of token ids, a dict, or a list of these, got"
+        f" {type(prompts).__name__}; only stream() accepts a generator"
     )
 
 
 def plain_column(values: object) -> object:
-    """A NumPy array of strings or objects, or a column of a data frame, as a list; else `values`.
+    """Converts a NumPy array of strings or objects, or a column of a data frame, to a list; returns
+    other values unchanged.
 
-    Why not numbers: a rectangular array of token ids contains padding, which is not text.
+    Why not arrays of numbers: a rectangular array of token ids has padding, which is not text.
     """
     kind = getattr(getattr(values, "dtype", None), "kind", None)
     return values.tolist() if kind in ("O", "U", "T") else values  # type: ignore[attr-defined]
@@ -148,10 +149,10 @@ def conversation_list(messages: object) -> list[object]:
 
 
 def parse_prompt(prompt: object) -> dict[str, Any]:
-    """Parses one prompt to a dict of CONTENT_KEYS, "cache_salt" and TEMPLATE_KEYS. If it has token
-    ids and a text, the ids are used.
+    """Parses one prompt to a dict with keys of CONTENT_KEYS and TEMPLATE_KEYS, and "cache_salt". If
+    it has both token ids and a text, the ids are used.
 
-    `RequestChecker` checks that ids are integers within the vocabulary.
+    `RequestChecker` checks later that ids are integers in the vocabulary.
 
     Raises:
         RequestError: wrong type, unknown or contradictory keys, no content; or the prompt itself,
@@ -177,7 +178,7 @@ def _parse_dict(prompt: Mapping[Any, Any]) -> dict[str, Any]:
     for key, value in prompt.items():
         if key in NO_MEDIA and value:
             raise RequestError(
-                f"{repr_short(key)} must be None: this engine takes text alone, got"
+                f"{repr_short(key)} must be None, because only text is supported, got"
                 f" {repr_short(value)}"
             )
         if key not in known and key not in NO_MEDIA:
@@ -186,7 +187,7 @@ def _parse_dict(prompt: Mapping[Any, Any]) -> dict[str, Any]:
             )
     if not given or ("messages" in given and len(given) > 1):
         raise RequestError(
-            "a prompt dict needs one of 'prompt', 'prompt_token_ids' and 'messages', got"
+            "a prompt dict must have one of 'prompt', 'prompt_token_ids' and 'messages', got"
             f" {', '.join(map(repr, given)) or 'none of them'}"
         )
     found = {key: prompt[key] for key in known if prompt.get(key) is not None}
@@ -211,18 +212,16 @@ def _check_template(given: Mapping[str, Any]) -> None:
             )
     tools = given.get("tools", [])
     if not isinstance(tools, list) or not all(isinstance(t, Mapping) or callable(t) for t in tools):
-        raise RequestError(
-            f"'tools' must be a list of descriptions, each a dict, got {repr_short(tools)}"
-        )
+        raise RequestError(f"'tools' must be a list of dicts or functions, got {repr_short(tools)}")
     variables = given.get("chat_template_kwargs", {})
     if not isinstance(variables, Mapping) or not all(isinstance(name, str) for name in variables):
         raise RequestError(
-            f"'chat_template_kwargs' must be a dict by names, got {repr_short(variables)}"
+            f"'chat_template_kwargs' must be a dict with string keys, got {repr_short(variables)}"
         )
     for name in variables:
         if name in RESERVED_VARIABLES:
             raise RequestError(
-                f"'chat_template_kwargs' can't set {repr_short(name)}: no template's variable"
+                f"'chat_template_kwargs' can't set {repr_short(name)}, which is a reserved name"
             )
 
 
@@ -234,35 +233,35 @@ def each_params(
     """One SamplingParams for each of `count` prompts; None means `default()`.
 
     Raises:
-        RequestError: a list of another length (both are named), or with wrong entries.
+        RequestError: a list of another length, or with wrong entries.
     """
     params = default() if params is None else params
-    is_one = lambda one: isinstance(one, SamplingParams)  # noqa: E731
-    return _one_each("sampling_params", params, count, is_one, "SamplingParams")
+    is_params = lambda value: isinstance(value, SamplingParams)  # noqa: E731
+    return _one_each("sampling_params", params, count, is_params, "SamplingParams")
 
 
 def each_priority(priority: int | Sequence[int] | None, count: int) -> list[int | None]:
-    """One priority for each of `count` prompts; None means the one of its SamplingParams."""
+    """One priority for each of `count` prompts; None means the priority of its SamplingParams."""
     if priority is None:
         return [None] * count
     return _one_each("priority", priority, count, is_int, "an integer")
 
 
 def _one_each(
-    name: str, given: Any, count: int, is_one: Callable[[object], bool], kind: str
+    name: str, given: Any, count: int, is_valid: Callable[[object], bool], kind: str
 ) -> list[Any]:
-    if is_one(given):
+    if is_valid(given):
         return [given] * count
     if not isinstance(given, Sequence) or isinstance(given, str):
         raise RequestError(f"{name} must be {kind} or a list of them, got {repr_short(given)}")
     if len(given) != count:
         raise RequestError(
-            f"{name} must be one for all prompts, or a list as long as the prompts: got"
-            f" {len(given)} for {count} prompts"
+            f"{name} must be a single value or a list with one entry per prompt; got {len(given)}"
+            f" entries for {count} prompts"
         )
-    for i, one in enumerate(given):
-        if not is_one(one):
-            raise RequestError(f"{name}[{i}] must be {kind}, got {repr_short(one)}")
+    for i, value in enumerate(given):
+        if not is_valid(value):
+            raise RequestError(f"{name}[{i}] must be {kind}, got {repr_short(value)}")
     return list(given)
 
 

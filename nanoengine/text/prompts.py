@@ -1,9 +1,9 @@
 """PromptReader: parses, renders, encodes and checks prompts.
 
     Row or plain prompt ── parse (forms) ── render, encode (tokenizer) ── check ── CheckedPrompt
-                              └─────── an invalid one raises with its index, or is a RefusedPrompt
+                              └─── an invalid one raises with its index, or becomes a RefusedPrompt
 
-`LLM` has one. It uses the tokenizer and the engine's limits, and does not queue requests.
+`LLM` has one. It uses the tokenizer and the limits of the engine, and does not queue requests.
 Special cases: prompt_forms.py (dicts, Rows, columns, lists of parameters), chats.py
 (conversations), token_bound.py (texts that are far too long).
 """
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from nanoengine.core.requests import RequestChecker
 from nanoengine.core.sequence import Request
 from nanoengine.errors import NanoEngineError, RequestError
-from nanoengine.settings.checks import described
+from nanoengine.settings.checks import describe_error
 from nanoengine.settings.params import SamplingParams
 from nanoengine.text import prompt_forms
 from nanoengine.text.prompt_forms import Row
@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from nanoengine.text.token_bound import TokenBound
 
 LONG_TEXT = 1 << 16
-"""Length from which a prompt's tokens are estimated before encoding, which takes 0.2 s here."""
+"""Length from which the tokens of a text are estimated before it is encoded, which takes 0.2 s for
+this length."""
 
 OnError = Literal["raise", "record"]
 
@@ -39,7 +40,7 @@ PriorityInput = int | Sequence[int] | None
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckedPrompt:
-    """A prompt that can be queued: its index in the call, and its text, if it has one."""
+    """A prompt that can be queued, its index in the call, and its text, if known."""
 
     index: int
     text: str | None
@@ -48,7 +49,7 @@ class CheckedPrompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RefusedPrompt:
-    """A prompt that can't be queued, and why; its text and token ids, as far as they are known."""
+    """A prompt that is invalid, and why; its text and token ids, as far as they are known."""
 
     index: int
     text: str | None
@@ -61,9 +62,9 @@ class PromptReader:
     """Reads prompts for one engine.
 
     Args:
-        tokenizer: None: prompts are token ids.
-        checker: the engine's checker of requests.
-        default_params: makes the parameters of prompts that have none.
+        tokenizer: None: prompts must be token ids.
+        checker: checks requests against the limits of the engine.
+        default_params: returns the parameters of prompts without parameters.
     """
 
     def __init__(
@@ -86,7 +87,7 @@ class PromptReader:
         """
         if self._tokenizer is None:
             raise RequestError(
-                "text needs a tokenizer, and this LLM was made with skip_tokenizer_init=True:"
+                "text needs a tokenizer, but this LLM was created with skip_tokenizer_init=True:"
                 " pass prompts as token ids, without stop strings or bad_words"
             )
         return self._tokenizer
@@ -98,10 +99,10 @@ class PromptReader:
         priority: PriorityInput,
         on_error: OnError,
     ) -> list[CheckedPrompt | RefusedPrompt]:
-        """Reads one prompt or a list; parameters and priority are one for all, or lists."""
+        """Reads one prompt or a list. Parameters and priority are single values or lists."""
         check_on_error(on_error)
         given = [prompts] if isinstance(prompts, str) else prompts
-        if not (type(given) is list and all(isinstance(one, str) for one in given)):
+        if not (type(given) is list and all(isinstance(prompt, str) for prompt in given)):
             given = prompt_forms.prompt_list(given)
         count = len(given)
         if isinstance(sampling_params, SamplingParams):
@@ -112,8 +113,8 @@ class PromptReader:
         if priority is not None:
             priorities = prompt_forms.each_priority(priority, count)
         return [
-            self.read(i, *one, on_error)
-            for i, one in enumerate(zip(given, params, priorities, strict=True))
+            self.read(i, *arguments, on_error)
+            for i, arguments in enumerate(zip(given, params, priorities, strict=True))
         ]
 
     def read(
@@ -124,13 +125,13 @@ class PromptReader:
         priority: int | None,
         on_error: OnError,
     ) -> CheckedPrompt | RefusedPrompt:
-        """Reads one prompt; an invalid one raises with its index, or is refused."""
+        """Reads one prompt. If it is invalid, raises with its index or returns a RefusedPrompt."""
         key: str | None = None
         text: str | None = None
         cache_salt: str | None = None
         token_ids: list[int] = []
-        turns: tuple[int, ...] = ()
-        special: dict[str, Any] = {}
+        turn_ids: tuple[int, ...] = ()
+        extra: dict[str, Any] = {}
         if isinstance(prompt, Row):
             params = params if prompt.sampling_params is None else prompt.sampling_params
             priority = priority if prompt.priority is None else prompt.priority
@@ -150,19 +151,19 @@ class PromptReader:
                     options = prompt_forms.template_options(given)
                     text = self._chats.render(given["messages"], options)
                     token_ids = self._encode(text, add_special_tokens=False)
-                    turns = self._chats.ends(given.get("chat_template"))
-            if params.stop or params.bad_words or turns:
-                from nanoengine.text.end_tokens import special_ids
+                    turn_ids = self._chats.ends(given.get("chat_template"))
+            if params.stop or params.bad_words or turn_ids:
+                from nanoengine.text.end_tokens import request_end_ids
 
-                params, special = special_ids(self.tokenizer, params, turns)
+                params, extra = request_end_ids(self.tokenizer, params, turn_ids)
             request = self.checker.check(
-                token_ids, params, priority=priority, key=key, cache_salt=cache_salt, **special
+                token_ids, params, priority=priority, key=key, cache_salt=cache_salt, **extra
             )
             return CheckedPrompt(index=index, text=text, request=request)
         except NanoEngineError as error:
             kind, message, cause = type(error), str(error), error.__cause__
         except Exception as error:  # Why all: Jinja or objects in the prompt may raise anything.
-            kind, message, cause = RequestError, described(error), error
+            kind, message, cause = RequestError, describe_error(error), error
         if on_error == "raise":
             raise kind(f"prompt {index}: {message}") from cause
         if not set(map(type, token_ids)) <= {int}:
@@ -170,14 +171,14 @@ class PromptReader:
         return RefusedPrompt(index=index, text=text, token_ids=token_ids, message=message, key=key)
 
     def _encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """The token ids of a text; a text that is far too long is refused without encoding."""
+        """Encodes a text. A text that is far too long raises without being encoded."""
         tokenizer = self.tokenizer
         if len(text) > LONG_TEXT:
             if self._bound is None:
                 from nanoengine.text.token_bound import TokenBound
 
                 self._bound = TokenBound(tokenizer)
-            self.checker.check_length(self._bound.at_least(text), "at least ")
+            self.checker.check_length(self._bound.lower_bound(text), "at least ")
         return tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     @functools.cached_property

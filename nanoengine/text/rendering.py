@@ -1,15 +1,15 @@
-"""Renderer: runs Jinja templates in a separate process, with limits of time and memory.
+"""Renderer: runs Jinja templates in a separate process, with a time limit and a memory limit.
 
     Renderer ── source, variables ─▶ this file as a program ── jinja2, or transformers' chats
-             ◀── text, or the error ──   its alarm ends it after RENDER_S, its memory is limited
+             ◀── text, or the error ──   an alarm ends it after RENDER_S; its memory is limited
 
-A template is a program from a checkpoint or a row. jinja's sandbox limits what it can access, not
-its time or memory: ten characters can allocate a hundred gigabytes in one C call, which no thread
-can interrupt. So each rendering is limited to RENDER_S on one core, and to RENDER_BYTES. Windows
-has no alarm: a faulthandler timeout replaces it, with one thread per rendering.
+A template is a program from a checkpoint or a row. jinja's sandbox limits what it can access, but
+not its time and memory: ten characters can allocate a hundred gigabytes in one C call, which no
+thread can interrupt. So each rendering is limited to RENDER_S on one core, and to RENDER_BYTES. On
+Windows, which has no alarm, a timeout of faulthandler with one thread per rendering replaces it.
 
-`text/chat_template.py` and `jobs/rows.py` call it. There is one process per kind of template,
-started by the first one; for chats it imports transformers, in 0.6 s. Perf: 36 us for a short chat
+`text/chat_template.py` and `jobs/rows.py` call it. There is one process per kind of template, which
+the first template starts; for chats it imports transformers, in 0.6 s. Perf: 36 us for a short chat
 of the demo model, 21 us without a separate process (two Zen 5 cores).
 """
 
@@ -30,37 +30,37 @@ import threading
 from typing import Any, Literal
 
 RENDER_S = 5.0
-"""Time limit of a template. A real one takes less than a millisecond."""
+"""Time limit per rendering. Templates of real checkpoints take less than a millisecond."""
 
 TIMED_OUT = -signal.SIGALRM if hasattr(signal, "SIGALRM") else 1
-"""The exit code of the process after a timeout."""
+"""Exit code of the process after a timeout."""
 
 RENDER_BYTES = 1 << 30
-"""Memory limit of templates, in addition to the program itself; none without /proc."""
+"""Memory limit of templates, in addition to the program. Without /proc there is no limit."""
 
-MOST_CHARS = 1 << 26
-"""Limit of the length of a result, because a text of RENDER_BYTES would be sent otherwise."""
+MAX_CHARS = 1 << 26
+"""Maximum length of a result, which is sent through a pipe."""
 
 
 class Renderer:
-    """A process that renders; it starts with the first template.
+    """A process that renders templates of one kind; it is started by the first one.
 
     Args:
-        kind: "row": a template over the columns of a row. "chat": a conversation, rendered as a
-            transformers tokenizer with this chat template does.
+        kind: "row": a template with the columns of a row as variables; "chat": a chat template,
+            rendered as transformers renders it.
     """
 
     def __init__(self, kind: Literal["row", "chat"]) -> None:
         self._kind = kind
         self._lock = threading.RLock()
         self._process: subprocess.Popen[bytes] | None = None
-        # Why: a forked process would read its parent's results.
+        # Why: a forked process would read results of its parent.
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=self._forget)
-        atexit.register(self._end)
+        atexit.register(self._stop)
 
     def begin(self) -> subprocess.Popen[bytes]:
-        """Starts the process if it does not run, without waiting for it."""
+        """Starts the process if it is not running, without waiting for it."""
         with self._lock:
             if self._process is None or self._process.poll() is not None:
                 path = os.pathsep.join(filter(None, sys.path))
@@ -76,12 +76,12 @@ class Renderer:
             return self._process
 
     def render(self, *request: object) -> str:
-        """The rendered text; the arguments are for the program's function of this kind.
+        """Renders a template; see `_renderer` for the arguments.
 
         Raises:
             TimeoutError: it takes longer than RENDER_S.
-            MemoryError: it takes more than RENDER_BYTES.
-            ValueError: the template, or a function that it calls, raised; the message is the same.
+            MemoryError: it needs more than RENDER_BYTES.
+            ValueError: the template or a function that it calls raised an error with this message.
         """
         sent = pickle.dumps((RENDER_S, request))
         with self._lock:
@@ -90,17 +90,17 @@ class Renderer:
                 process.stdin.write(sent)
                 process.stdin.flush()
                 line = process.stdout.readline()
-            except BaseException:  # Why: a late result would answer the next call.
-                self._end()
+            except BaseException:  # Why: the next call would receive a late result.
+                self._stop()
                 raise
             if not line.endswith(b"\n"):
-                self._end()
+                self._stop()
                 if process.returncode == TIMED_OUT:
                     raise TimeoutError(f"it did not end within {RENDER_S:g} s")
-                raise ValueError(f"the process that renders it ended with {process.returncode}")
+                raise ValueError(f"the rendering process exited with {process.returncode}")
         text, error = json.loads(line)
         if error == "MemoryError":
-            raise MemoryError(f"it takes more than {RENDER_BYTES >> 20} MiB")
+            raise MemoryError(f"it needs more than {RENDER_BYTES >> 20} MiB")
         if error is not None:
             raise ValueError(error)
         return str(text)
@@ -108,7 +108,7 @@ class Renderer:
     def _forget(self) -> None:
         self._lock, self._process = threading.RLock(), None
 
-    def _end(self) -> None:
+    def _stop(self) -> None:
         process, self._process = self._process, None
         if process is not None:
             process.kill()
@@ -119,7 +119,7 @@ class Renderer:
 
 
 def _renderer(kind: str) -> Any:
-    """The function that renders a kind of template."""
+    """Returns the function that renders templates of a kind."""
     if kind == "chat":
         from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
@@ -145,7 +145,7 @@ def _renderer(kind: str) -> Any:
     compiled = functools.lru_cache(environment.from_string)
 
     def row(template: str, columns: dict[str, Any] | None) -> str:
-        """Renders columns; None: returns the names of the columns that the template uses."""
+        """Renders a template. If `columns` is None, returns the names of the columns it uses."""
         if columns is None:
             compiled(template)
             return " ".join(find_undeclared_variables(environment.parse(template)))
@@ -154,19 +154,19 @@ def _renderer(kind: str) -> Any:
     return row
 
 
-def _bound_memory() -> None:
+def _limit_memory() -> None:
     import resource
 
     if os.path.exists("/proc/self/statm"):
         with open("/proc/self/statm") as file:
             own = int(file.read().split()[0]) * resource.getpagesize()
-        most, (_, hard) = own + RENDER_BYTES, resource.getrlimit(resource.RLIMIT_AS)
-        if hard == resource.RLIM_INFINITY or most < hard:
-            resource.setrlimit(resource.RLIMIT_AS, (most, hard))
+        limit, (_, hard) = own + RENDER_BYTES, resource.getrlimit(resource.RLIMIT_AS)
+        if hard == resource.RLIM_INFINITY or limit < hard:
+            resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
 
 
-def _end_after(seconds: float) -> None:
-    """Ends this process after a time; 0 cancels it."""
+def _limit_time(seconds: float) -> None:
+    """Ends this process after this time; 0 removes the limit."""
     if hasattr(signal, "SIGALRM"):
         signal.setitimer(signal.ITIMER_REAL, seconds)
     elif seconds:
@@ -176,11 +176,11 @@ def _end_after(seconds: float) -> None:
 
 
 def _main(kind: str) -> None:
-    requests, answers = sys.stdin.buffer, sys.stdout.buffer
+    requests, results = sys.stdin.buffer, sys.stdout.buffer
     sys.stdout = sys.stderr
     render = _renderer(kind)
     with contextlib.suppress(ImportError):
-        _bound_memory()
+        _limit_memory()
     if hasattr(signal, "SIGALRM"):
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
     while True:
@@ -188,22 +188,22 @@ def _main(kind: str) -> None:
             seconds, request = pickle.load(requests)
         except EOFError:
             return
-        answer: tuple[str | None, str | None]
-        _end_after(seconds)
+        result: tuple[str | None, str | None]
+        _limit_time(seconds)
         try:
             text = str(render(*request))
-            if len(text) > MOST_CHARS:
-                raise ValueError(f"it makes {len(text):,} characters of at most {MOST_CHARS:,}")
-            answer = text, None
+            if len(text) > MAX_CHARS:
+                raise ValueError(f"its text has {len(text):,} characters of at most {MAX_CHARS:,}")
+            result = text, None
         except MemoryError:
-            answer = None, "MemoryError"
+            result = None, "MemoryError"
         except Exception as error:  # Why all: templates are programs, and raise anything.
-            answer = None, str(error) or type(error).__name__
-        if answer[1] == "MemoryError":
+            result = None, str(error) or type(error).__name__
+        if result[1] == "MemoryError":
             gc.collect()  # Why: a cycle would keep memory that the next template needs.
-        _end_after(0)
-        answers.write(json.dumps(answer).encode() + b"\n")
-        answers.flush()
+        _limit_time(0)
+        results.write(json.dumps(result).encode() + b"\n")
+        results.flush()
 
 
 if __name__ == "__main__":

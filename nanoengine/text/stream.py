@@ -1,10 +1,10 @@
-"""TextStream: the growing text of one output, for stop strings and for streaming.
+"""TextStream: incremental detokenization of one output, for stop strings and for streaming.
 
     a character spans tokens     "€" = [E2] [82 AC]   text that ends in U+FFFD waits for more tokens
     byte fallback is not local   "\\n" + [FF] = "��"   a run of byte tokens waits until it ends
     a stop string spans tokens   "\\n" + "User"        searched in the text, not in the tokens
 
-`llm.py` makes one for each sequence whose text is needed before its end. The engine sees it as an
+`llm.py` creates one for each sequence whose text is needed before its end. For the engine it is an
 `OutputFollower`.
 """
 
@@ -16,22 +16,23 @@ from nanoengine.settings.params import SamplingParams
 from nanoengine.text.tokenizer import REPLACEMENT, Tokenizer
 
 MAX_OPEN_TOKENS = 8
-"""Longest window that waits for a character, which has at most 4 bytes, so at most 4 tokens."""
+"""Maximum number of tokens that wait for the end of a character. A character has at most 4 bytes,
+so at most 4 tokens."""
 
 
 class TextStream:
-    """Text of one growing output: the `OutputFollower` of stop strings and of streaming.
+    """The text of one growing output: an `OutputFollower` that finds stop strings.
 
-    `text` only grows, so a reader may print it piece by piece. Its final value equals the one-shot
-    decode of the same tokens, cut at the stop string.
+    `text` only grows, so a caller may print each addition. Its final value equals the text of all
+    tokens decoded at once, truncated at the stop string.
 
     A stop string ends the output at the first token whose text completes it. If a token completes
-    several, the one that ends first wins, then the order of `params.stop`; so the result does not
-    depend on the tokenization of the text.
+    several stop strings, the one that ends first is used, then the first in `params.stop`. So the
+    result does not depend on the tokenization of the text.
 
     Args:
-        end_ids: EOS and stop ids; the text of the id that ends the output is left out, unless
-            `include_stop_str_in_output`.
+        end_ids: EOS and stop ids. The text of the id that ends the output is not included, unless
+            `include_stop_str_in_output` is set.
     """
 
     def __init__(
@@ -49,29 +50,31 @@ class TextStream:
         self._silent_ids = tokenizer.special_ids if params.skip_special_tokens else frozenset()
         self._end_ids = frozenset() if params.include_stop_str_in_output else frozenset(end_ids)
         self._num_tokens = 0
-        self._window: list[int] = []  # tokens whose text may change
+        self._window: list[int] = []  # tokens whose text may still change
         self._settled = ""  # text that no later token can change
-        self._num_checked = 0  # characters in which no further stop string can end
+        self._num_checked = 0  # characters in which no other stop string ends
         self._final: str | None = None
 
     @property
     def text(self) -> str:
-        """The text that is final so far: settled, and not the beginning of a stop string."""
+        """The text so far that can't change and does not begin a stop string."""
         if self._final is not None:
             return self._final
-        return self._settled[: len(self._settled) - self._num_held()]
+        return self._settled[: len(self._settled) - self._num_withheld()]
 
     def append(self, token_id: int) -> str | None:
-        """Adds the next token; returns the stop string that it completes."""
+        """Adds the next token; returns the stop string that it completes, if any."""
         self._num_tokens += 1
         if token_id in self._silent_ids:
             return None
         self._window.append(token_id)
         is_open_run = token_id in self._tokenizer.byte_ids
         if is_open_run and not self._stops:
-            return None  # Perf: unsettled text is not read, so a run is decoded once.
+            return None  # Perf: a run of byte tokens is decoded once, when it ends.
         if len(self._window) == 1 and self._anchored:
-            tail = self._tokenizer.token_text(token_id)  # Perf: cached; 0.9 us, not 5, on Zen 3.
+            tail = self._tokenizer.token_text(
+                token_id
+            )  # Perf: cached; 0.9 us instead of 5 us (Zen 3).
         else:
             tail = self._decode(self._window)
         if not is_open_run and not tail.endswith(REPLACEMENT):
@@ -82,17 +85,17 @@ class TextStream:
         return self._find_stop(tail.rstrip(REPLACEMENT)) if self._stops else None
 
     def finish(self, token_ids: Sequence[int] | None = None) -> str:
-        """The complete text, after the last token; an incomplete character becomes U+FFFD.
+        """The complete text; an incomplete character at the end becomes U+FFFD.
 
-        `token_ids` are all tokens of the output; missing ones are appended first. The engine does
-        not append the id that ends an output.
+        `token_ids` are all tokens of the output. Tokens that were not appended are appended first,
+        because the engine does not append the id that ends an output.
         """
         rest = (token_ids or ())[self._num_tokens :]
         for token_id in rest[:-1] if rest and rest[-1] in self._end_ids else rest:
             self.append(token_id)
         if self._final is None:
             self._final = self._settled + self._decode(self._window)
-            # Why here: a stop string that is a special token ended the output by its id.
+            # Why: a stop string that is a special token ends the output by its id.
             if rest and rest[-1] in self._silent_ids and self._params.include_stop_str_in_output:
                 name = self._tokenizer.token_text(rest[-1])
                 self._final += name if name in self._stops else ""
@@ -106,13 +109,13 @@ class TextStream:
         )
 
     def _settle(self, num_tokens: int, text: str) -> None:
-        if text:  # Why: without text, the next token still begins it.
+        if text:  # Why: otherwise the next token is still the first one of the text.
             self._settled += text
             self._anchored = True
             del self._window[:num_tokens]
 
     def _settle_early(self, tail: str) -> str:
-        """Settles all but the last tokens of a long window of invalid bytes."""
+        """Settles all tokens of a long window of invalid bytes except the last four."""
         cut = len(self._window) - 4
         head = self._decode(self._window[:cut])
         rest = self._tokenizer.decode(
@@ -124,7 +127,7 @@ class TextStream:
         return tail
 
     def _find_stop(self, tail: str) -> str | None:
-        """Searches for stop strings in settled text + `tail`; a match makes the text final."""
+        """Searches for stop strings in the settled text + `tail`; a match sets the final text."""
         text = self._settled + tail
         if self._num_tokens < self._params.min_tokens:
             self._num_checked = len(text)
@@ -141,8 +144,8 @@ class TextStream:
         self._final = text[: end if self._params.include_stop_str_in_output else start]
         return self._stops[order]
 
-    def _num_held(self) -> int:
-        """Length of the longest suffix of the settled text that begins a stop string."""
+    def _num_withheld(self) -> int:
+        """Length of the longest suffix of the settled text that is a prefix of a stop string."""
         if self._params.include_stop_str_in_output:
             return 0
         longest = max((len(stop) for stop in self._stops), default=1) - 1

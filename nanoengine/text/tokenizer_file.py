@@ -1,8 +1,8 @@
-"""A tokenizer that needs only the tokenizers library, if transformers would add nothing.
+"""TokenizerFile: a tokenizer that needs only the tokenizers library.
 
-`tokenizer.py` calls it. Importing transformers takes longer than starting the engine with a small
-model. Plain text needs one file: a GGUF, or a tokenizer.json, which load_tokenizer.py accepts only
-if it supports all of its settings.
+Why: importing transformers takes longer than starting the engine with a small model. Plain text
+needs only a GGUF file or a tokenizer.json, if transformers would encode it in the same way, which
+load_tokenizer.py checks. `tokenizer.py` calls it.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 
 class TokenizerFile:
-    """The methods of a transformers tokenizer that plain text needs, with the same names.
+    """The methods of a transformers tokenizer that are needed for plain text.
 
     Args:
-        load_full: loads the transformers tokenizer, for all else.
+        load_full: loads the transformers tokenizer, which has all other methods.
         eos_token: the name of the EOS token; None: there is none.
 
     Attributes:
@@ -34,7 +34,7 @@ class TokenizerFile:
     def __init__(self, raw: RawTokenizer, load_full: LoadFull, eos_token: str | None) -> None:
         self.load_full, self.eos_token = load_full, eos_token
         self.added_tokens_decoder: Mapping[int, AddedToken] = raw.get_added_tokens_decoder()
-        self.all_special_ids: Sequence[int] = ()  # They are all in the added tokens.
+        self.all_special_ids: Sequence[int] = ()  # Why empty: all are in added_tokens_decoder.
         self.backend_tokenizer = raw
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
@@ -44,14 +44,14 @@ class TokenizerFile:
     def decode(
         self, token_ids: Sequence[int], *, skip_special_tokens: bool, **no_cleaning: bool
     ) -> str:
-        """The text of `token_ids`, without clean-up."""
+        """The text of `token_ids`; `no_cleaning` has options of transformers that must be False."""
         assert not any(no_cleaning.values()), no_cleaning
         return str(
             self.backend_tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
         )
 
     def convert_tokens_to_ids(self, token: str) -> int | None:
-        """The id of a token's name; None: there is none."""
+        """The id of the token with this name; None: there is none."""
         token_id: int | None = self.backend_tokenizer.token_to_id(token)
         return token_id
 

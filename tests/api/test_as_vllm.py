@@ -18,14 +18,19 @@ import pytest
 
 from nanoengine import LLM, BeamSearchParams, SamplingParams, as_vllm
 from nanoengine.as_vllm import TABLES
-from nanoengine.as_vllm.engine_args import DEFAULTS, EngineArgs, FlexibleArgumentParser, asked
+from nanoengine.as_vllm.engine_args import (
+    DEFAULTS,
+    EngineArgs,
+    FlexibleArgumentParser,
+    non_default_options,
+)
 from nanoengine.as_vllm.llm import VLLM, VLLMEngine
 from nanoengine.as_vllm.nano import NanoLLM, NanoParams
-from nanoengine.as_vllm.params import RequestOutputKind, VLLMForm, VLLMParams
+from nanoengine.as_vllm.params import RequestOutputKind, VLLMParams, VLLMStructuredOutputs
 from nanoengine.assets import demo_model_path
 from nanoengine.errors import ConfigError, NanoEngineError, RequestError
 from nanoengine.settings.vllm_names import LLM_OPTIONS, SAMPLING_PARAMS
-from tests.support.as_vllm import run_apart, run_here
+from tests.support.as_vllm import run_here, run_in_process
 from tests.support.as_vllm import vllm_modules as vllm_modules
 
 MODEL = str(demo_model_path())
@@ -40,10 +45,10 @@ def llm() -> Iterator[VLLM]:
 
 
 @pytest.mark.usefixtures("vllm_modules")
-def test_vectors_and_scores_are_those_of_the_plain_llm(llm: VLLM) -> None:
+def test_vectors_and_scores_equal_those_of_llm(llm: VLLM) -> None:
     vllm = importlib.import_module("vllm")
-    asked = vllm.PoolingParams(dimensions=8)
-    found = llm.embed(["Once", "upon"], pooling_params=asked, use_tqdm=False)
+    params = vllm.PoolingParams(dimensions=8)
+    found = llm.embed(["Once", "upon"], pooling_params=params, use_tqdm=False)
     assert {type(one) for one in found} == {vllm.EmbeddingRequestOutput}
     assert [len(one.outputs.embedding) for one in found] == [8, 8]
     same, other = llm.score("a dog", ["a dog", "Once upon"], use_tqdm=False)
@@ -54,7 +59,7 @@ def test_vectors_and_scores_are_those_of_the_plain_llm(llm: VLLM) -> None:
 
 
 @pytest.mark.usefixtures("vllm_modules")
-def test_every_name_of_the_tables_is_found_in_every_module() -> None:
+def test_every_listed_name_is_in_every_module() -> None:
     for module in TABLES["modules"]:
         names = TABLES["nano_names" if module.startswith("nano") else "names"]
         for name, home in names.items():
@@ -63,7 +68,7 @@ def test_every_name_of_the_tables_is_found_in_every_module() -> None:
 
 
 @pytest.mark.usefixtures("vllm_modules")
-def test_a_name_without_a_meaning_raises_when_it_is_used() -> None:
+def test_an_unsupported_name_raises_when_it_is_used() -> None:
     lora, media = LLM_OPTIONS["enable_lora"], LLM_OPTIONS["limit_mm_per_prompt"]
     assert {lora["refused"], media["no effect"]} < TABLES["absent"].keys()
     for why, names in TABLES["absent"].items():
@@ -73,33 +78,35 @@ def test_a_name_without_a_meaning_raises_when_it_is_used() -> None:
             assert not isinstance(3, found)
             assert found | None
             for use in (lambda f=found: f(1), lambda f=found: type("Own", (f,), {})):
-                with pytest.raises(ConfigError, match=f"vLLM's {name}: {why[:20]}"):
+                with pytest.raises(ConfigError, match=f"{name} is not supported: {why[:20]}"):
                     use()
-            with pytest.raises(AttributeError, match=f"vLLM's {name}.is_cuda: {why[:20]}"):
+            with pytest.raises(
+                AttributeError, match=f"{name}.is_cuda is not supported: {why[:20]}"
+            ):
                 found.is_cuda  # noqa: B018
 
 
 @pytest.mark.usefixtures("vllm_modules")
-def test_an_unknown_module_or_name_is_an_import_error_that_says_so() -> None:
-    for line, named in (
+def test_an_unknown_module_or_name_raises_import_error() -> None:
+    for line, message in (
         ("import vllm.something.unknown", "has no 'vllm.something'"),
-        ("from vllm.outputs import Unheard", "has no 'vllm.outputs.Unheard'"),
+        ("from vllm.outputs import Unknown", "has no 'vllm.outputs.Unknown'"),
         ("from vllm import SamplingParam", "did you mean 'SamplingParams'"),
         ("from nanovllm import LoRARequest", "has no 'nanovllm.LoRARequest'"),
     ):
-        with pytest.raises(ImportError, match=named):
+        with pytest.raises(ImportError, match=message):
             exec(line)
-    assert not hasattr(importlib.import_module("vllm"), "Unheard")
+    assert not hasattr(importlib.import_module("vllm"), "Unknown")
 
 
 @pytest.mark.usefixtures("vllm_modules")
-def test_the_version_is_told_to_who_asks_for_it() -> None:
+def test_the_package_version_is_vllms() -> None:
     vllm = importlib.import_module("vllm")
     assert vllm.__version__ == version("vllm") == TABLES["version"]
     assert importlib.util.find_spec("vllm") is not None
 
 
-def test_installing_says_so_once_and_never_over_another_vllm(
+def test_install_prints_once_and_raises_after_an_import_of_vllm(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
     request: pytest.FixtureRequest,
@@ -110,7 +117,7 @@ def test_installing_says_so_once_and_never_over_another_vllm(
     monkeypatch.delitem(sys.modules, "vllm")
     request.getfixturevalue("vllm_modules")
     as_vllm.install()
-    assert capsys.readouterr().err.count("answers for vllm") == 1
+    assert capsys.readouterr().err.count("provides the API of vllm") == 1
 
 
 # --- programs -------------------------------------------------------------------------------------
@@ -118,7 +125,7 @@ def test_installing_says_so_once_and_never_over_another_vllm(
 
 @pytest.mark.usefixtures("vllm_modules")
 @pytest.mark.parametrize("name", ["chat", "constructor", "nano_bench"])
-def test_a_program_runs_as_it_stands(
+def test_a_program_runs_unmodified(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with warnings.catch_warnings():
@@ -128,27 +135,27 @@ def test_a_program_runs_as_it_stands(
 
 
 def test_a_program_and_its_child_processes(tmp_path: Path) -> None:
-    (tmp_path / "beside.py").write_text("WORD = 'beside'")
+    (tmp_path / "helper.py").write_text("WORD = 'helper'")
     (tmp_path / "program.py").write_text(
         "import multiprocessing, subprocess, sys\n"
-        "import beside\n"
+        "import helper\n"
         "from vllm import SamplingParams\n"
         "def child(n): return SamplingParams(max_tokens=n).max_tokens\n"
         "if __name__ == '__main__':\n"
         "    with multiprocessing.get_context('spawn').Pool(1) as pool:\n"
-        "        print(beside.WORD, sys.argv[1:], pool.map(child, [3]), flush=True)\n"
+        "        print(helper.WORD, sys.argv[1:], pool.map(child, [3]), flush=True)\n"
         "    subprocess.run([sys.executable, '-c', 'import vllm; print(vllm.__version__)'])\n"
         "    sys.exit(7)\n"
     )
-    done = run_apart("program.py", "-m", "3", cwd=tmp_path, code=7)
-    assert done.stdout == f"beside ['-m', '3'] [3]\n{TABLES['version']}\n"
-    done = run_apart("-m", "program", "x", cwd=tmp_path, code=7)
-    assert done.stdout == f"beside ['x'] [3]\n{TABLES['version']}\n"
+    done = run_in_process("program.py", "-m", "3", cwd=tmp_path, code=7)
+    assert done.stdout == f"helper ['-m', '3'] [3]\n{TABLES['version']}\n"
+    done = run_in_process("-m", "program", "x", cwd=tmp_path, code=7)
+    assert done.stdout == f"helper ['x'] [3]\n{TABLES['version']}\n"
 
 
 @pytest.mark.parametrize("arguments", [[], ["-h"], ["-m"], ["missing.py"]])
-def test_no_program_is_said(arguments: list[str]) -> None:
-    with pytest.raises(SystemExit, match=r"usage: python -m|no program 'missing.py'"):
+def test_a_missing_program_is_reported(arguments: list[str]) -> None:
+    with pytest.raises(SystemExit, match=r"usage: python -m|there is no file 'missing.py'"):
         as_vllm.run(arguments)
     assert not any(isinstance(one, as_vllm.Finder) for one in sys.meta_path)
 
@@ -156,42 +163,46 @@ def test_no_program_is_said(arguments: list[str]) -> None:
 # --- parameters -----------------------------------------------------------------------------------
 
 
-def test_parameters_change_and_what_they_have_become_counts() -> None:
+def test_changed_parameters_have_an_effect() -> None:
     params = VLLMParams(1, temperature=0.5, stop="x")
     params.max_tokens = 7
     params.stop.append("y")
-    assert params.ours() == SamplingParams(temperature=0.5, stop=["x", "y"], max_tokens=7)
+    assert params.to_native() == SamplingParams(temperature=0.5, stop=["x", "y"], max_tokens=7)
     copied = params.clone()
     copied.stop.append("z")
     assert params.stop == ["x", "y"]
-    assert pickle.loads(pickle.dumps(copied)).ours() == copy.copy(copied).ours() == copied.ours()
+    assert (
+        pickle.loads(pickle.dumps(copied)).to_native()
+        == copy.copy(copied).to_native()
+        == copied.to_native()
+    )
     assert "max_tokens=7" in repr(params)
     params.top_p = 3.0
     with pytest.raises(RequestError, match="top_p must be in"):
-        params.ours()
+        params.to_native()
 
 
-def test_parameters_are_built_anew_from_their_own_fields() -> None:
+def test_parameters_can_be_rebuilt_from_their_fields() -> None:
     params = VLLMParams(n=2, seed=3, stop_token_ids=[5], logprobs=1)
     fields = VLLMParams.__struct_fields__
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         again = VLLMParams(**{name: getattr(params, name) for name in fields})
-    assert again.ours() == params.ours()
+    assert again.to_native() == params.to_native()
     known = inspect.signature(VLLMParams).parameters.keys()
     assert set(fields) == set(known) == VLLMParams.__annotations__.keys()
     assert set(SAMPLING_PARAMS) <= set(fields)
 
 
-def test_what_parameters_can_not_be_is_refused_by_name() -> None:
-    for options, named in (
+def test_unsupported_parameters_raise() -> None:
+    form = VLLMStructuredOutputs(regex="a")
+    for options, message in (
         ({"max_token": 3}, "max_token"),
-        ({"best_of": 3}, "best_of=3 can't be obeyed"),
+        ({"best_of": 3}, "best_of=3 is not supported"),
         ({"watermarking": True}, "unknown option 'watermarking'"),
-        ({"guided_decoding": VLLMForm(regex="a"), "structured_outputs": VLLMForm(regex="a")},
-         "give one"),
+        ({"guided_decoding": form, "structured_outputs": form}, "set one"),
     ):  # fmt: skip
-        with pytest.raises(RequestError, match=named):
+        with pytest.raises(RequestError, match=message):
             VLLMParams(**options)
     params = VLLMParams()
     with pytest.raises(RequestError, match="did you mean 'max_tokens'"):
@@ -200,10 +211,10 @@ def test_what_parameters_can_not_be_is_refused_by_name() -> None:
         params.sampling_type  # noqa: B018
 
 
-def test_options_that_may_be_none() -> None:
-    made = VLLMParams.from_optional(temperature=None, top_p=None, stop=None, max_tokens=None)
-    assert made.ours() == SamplingParams(max_tokens=None)
-    assert VLLMForm.from_optional(json=None, backend="xgrammar") is None
+def test_from_optional_replaces_none_by_defaults() -> None:
+    params = VLLMParams.from_optional(temperature=None, top_p=None, stop=None, max_tokens=None)
+    assert params.to_native() == SamplingParams(max_tokens=None)
+    assert VLLMStructuredOutputs.from_optional(json=None, backend="xgrammar") is None
 
 
 class Person:
@@ -217,33 +228,33 @@ class Person:
 @pytest.mark.parametrize(
     "params",
     [
-        VLLMParams(guided_decoding=VLLMForm(json=Person, backend="outlines")),
-        VLLMParams(structured_outputs=VLLMForm({"type": "object"})),
+        VLLMParams(guided_decoding=VLLMStructuredOutputs(json=Person, backend="outlines")),
+        VLLMParams(structured_outputs=VLLMStructuredOutputs({"type": "object"})),
         VLLMParams(structured_outputs={"json": {"type": "object"}}),
-        VLLMParams(guided_decoding=VLLMForm.from_optional(json='{"type": "object"}')),
+        VLLMParams(guided_decoding=VLLMStructuredOutputs.from_optional(json='{"type": "object"}')),
     ],
 )
-def test_a_form_by_any_of_its_names(params: VLLMParams) -> None:
-    wanted = SamplingParams(structured_outputs={"json": {"type": "object"}})
-    assert params.ours() == wanted
+def test_structured_outputs_work_under_all_of_their_names(params: VLLMParams) -> None:
+    expected = SamplingParams(structured_outputs={"json": {"type": "object"}})
+    assert params.to_native() == expected
 
 
-def test_forms_that_are_refused() -> None:
-    for options, named in (
+def test_unsupported_structured_outputs_raise() -> None:
+    for options, message in (
         ({"regex": "a", "backend": "none"}, "backend must be one of auto"),
         ({"json": {}, "whitespace_pattern": " ?"}, "whitespace_pattern"),
         ({}, "exactly one of"),
     ):
-        with pytest.raises(RequestError, match=named):
-            VLLMForm(**options)
+        with pytest.raises(RequestError, match=message):
+            VLLMStructuredOutputs(**options)
 
 
 # --- calls ----------------------------------------------------------------------------------------
 
 
-def test_outputs_are_those_of_the_llm_with_vllms_fields(llm: VLLM) -> None:
+def test_outputs_equal_those_of_llm_with_vllms_fields(llm: VLLM) -> None:
     params = VLLMParams(**GREEDY, logprobs=1, prompt_logprobs=1)
-    (ours,) = LLM.generate(llm, "Once upon", params.ours(), use_tqdm=False)
+    (ours,) = LLM.generate(llm, "Once upon", params.to_native(), use_tqdm=False)
     outputs = llm.generate("Once upon", params, use_tqdm=False)
     outputs += llm.generate(prompt_token_ids=[ours.prompt_token_ids], sampling_params=[params])
     for output in outputs:
@@ -257,14 +268,14 @@ def test_outputs_are_those_of_the_llm_with_vllms_fields(llm: VLLM) -> None:
         assert "changed" in repr(output)
 
 
-def test_a_request_that_fails_is_warned_of(llm: VLLM) -> None:
+def test_a_failed_request_causes_a_warning(llm: VLLM) -> None:
     long = VLLMParams(max_tokens=1)
     with pytest.warns(UserWarning, match=r"1 of 2 requests failed: .*max_model_len"):
         _, output = llm.generate(["Once", [5] * 4000], long, False, on_error="record")
     assert output.outputs[0].finish_reason == "error"
 
 
-def test_calls_refuse_what_they_can_not_do(llm: VLLM) -> None:
+def test_calls_reject_unsupported_options(llm: VLLM) -> None:
     talk = [{"role": "user", "content": "Hello"}]
     params = llm.get_default_sampling_params()
     params.max_tokens = 2
@@ -274,12 +285,14 @@ def test_calls_refuse_what_they_can_not_do(llm: VLLM) -> None:
         lambda: llm.generate("Once", tokenization_kwargs={"truncation": True}),
         lambda: llm.reset_prefix_cache(reset_running_requests=True),
         lambda: llm.llm_engine.add_request("a", "Once", params, trace_headers={"a": "b"}),
-        lambda: llm.llm_engine.add_request("a", "Once", params, unheard=None),
-        lambda: VLLMEngine.from_engine_args(EngineArgs(MODEL), unheard=None),
+        lambda: llm.llm_engine.add_request("a", "Once", params, unknown=None),
+        lambda: VLLMEngine.from_engine_args(EngineArgs(MODEL), unknown=None),
         lambda: llm.generate(),
         lambda: llm.generate("Once", prompt_token_ids=[[5]]),
     ):
-        with pytest.raises(RequestError, match=r"can't be obeyed|in their place|unknown option"):
+        with pytest.raises(
+            RequestError, match=r"is not supported|either prompts or|unknown option"
+        ):
             call()
 
 
@@ -291,22 +304,22 @@ def test_beams_begin_with_the_prompt(llm: VLLM) -> None:
     assert best.cum_logprob < 0
 
 
-def test_what_programs_look_into(llm: VLLM) -> None:
+def test_attributes_that_programs_read_exist(llm: VLLM) -> None:
     config = llm.llm_engine.model_config
     assert config is llm.model_config
     assert config.max_model_len == llm.info.max_model_len
     assert config.get_vocab_size() == config.hf_config.vocab_size
     assert (str(config.dtype), llm.get_world_size()) == (f"torch.{llm.info.dtype}", 1)
-    for named, look in {
+    for name, read in {
         "llm_engine.cache_config": lambda: llm.llm_engine.cache_config,
         "model_config.uses_mrope": lambda: config.uses_mrope,
         "model_executor.scheduler": lambda: llm.llm_engine.model_executor.scheduler,
     }.items():
-        with pytest.raises(AttributeError, match=named):
-            look()
+        with pytest.raises(AttributeError, match=name):
+            read()
 
 
-def test_a_training_loop_gives_its_weights(llm: VLLM) -> None:
+def test_a_training_loop_loads_its_weights(llm: VLLM) -> None:
     """Tensors are passed one at a time, as TRL does."""
     params = VLLMParams(**GREEDY)
 
@@ -323,7 +336,7 @@ def test_a_training_loop_gives_its_weights(llm: VLLM) -> None:
         model.named_parameters()
 
 
-def test_variables_of_vllms_are_told_to_do_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vllm_environment_variables_cause_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_USE_V1", "0")
     with pytest.warns(UserWarning, match="VLLM_USE_V1"):
         llm = VLLM(MODEL, num_kv_blocks=64)
@@ -359,11 +372,11 @@ def test_an_engine_is_stepped(llm: VLLM) -> None:
     assert all(outputs[-1].finished for outputs in (growing, deltas, final))
 
 
-def test_another_call_cuts_the_engine_off(llm: VLLM) -> None:
+def test_another_call_ends_the_engines_requests(llm: VLLM) -> None:
     engine = llm.llm_engine
     engine.add_request("a", "Once", VLLMParams(**GREEDY))
     llm.generate("Long", VLLMParams(**GREEDY), use_tqdm=False)
-    with pytest.raises(NanoEngineError, match="cut off"):
+    with pytest.raises(NanoEngineError, match="ended by another call"):
         engine.step()
     engine.add_request("a", "Once", VLLMParams(**GREEDY))
     assert engine.step()[0].request_id == "a"
@@ -373,26 +386,29 @@ def test_another_call_cuts_the_engine_off(llm: VLLM) -> None:
 # --- arguments ------------------------------------------------------------------------------------
 
 
-def test_every_argument_that_is_known_has_its_default() -> None:
-    assert asked(DEFAULTS) == {}
-    assert asked({"max_lora_rank": 16, "seed": 1, "unheard": None}) == {"seed": 1, "unheard": None}
+def test_every_known_argument_has_its_default() -> None:
+    assert non_default_options(DEFAULTS) == {}
+    assert non_default_options({"max_lora_rank": 16, "seed": 1, "unknown": None}) == {
+        "seed": 1,
+        "unknown": None,
+    }
 
 
-def test_a_command_line_asks_for_what_was_typed() -> None:
+def test_a_command_line_sets_only_given_arguments() -> None:
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
     parser.add_argument("--own-option")
     typed = "--model m --max_model_len 256 --enforce-eager --no-enable-prefix-caching"
     args = parser.parse_args([*typed.split(), "--own_option", "a_b"])
     assert args.own_option == "a_b"
-    made = EngineArgs.from_cli_args(args)
+    engine_args = EngineArgs.from_cli_args(args)
     options = {"max_model_len": 256, "enforce_eager": True, "enable_prefix_caching": False}
-    assert made == EngineArgs("m", **options)
-    assert asked(vars(made)) == {"model": "m", **options}
+    assert engine_args == EngineArgs("m", **options)
+    assert non_default_options(vars(engine_args)) == {"model": "m", **options}
     with pytest.raises(SystemExit):
-        parser.parse_args(["--enable-unheard-of"])
+        parser.parse_args(["--enable-unknown"])
 
 
-def test_an_engine_of_arguments() -> None:
+def test_engine_args_create_an_engine() -> None:
     engine = VLLMEngine.from_engine_args(EngineArgs(MODEL, max_model_len=64), usage_context=None)
     assert engine.model_config.max_model_len == 64
     del engine.model_executor

@@ -35,24 +35,24 @@ def llm(path: Path) -> Iterator[VLLM]:
         yield llm
 
 
-def test_encode_gives_tensors(llm: VLLM) -> None:
+def test_encode_returns_tensors(llm: VLLM) -> None:
     whole = llm.encode(TEXTS, pooling_task="embed", **QUIET)
-    wanted = torch.tensor([one.outputs.embedding for one in llm.embed(TEXTS, **QUIET)])
-    assert torch.equal(torch.stack([one.outputs.data for one in whole]), wanted)
+    expected = torch.tensor([one.outputs.embedding for one in llm.embed(TEXTS, **QUIET)])
+    assert torch.equal(torch.stack([one.outputs.data for one in whole]), expected)
     for one in llm.encode(TEXTS, PoolingParams(dimensions=3), pooling_task="token_embed", **QUIET):
         assert one.outputs.data.shape == (len(one.prompt_token_ids), 3)
         assert one.outputs.data.dtype == torch.float32
     with pytest.raises(RequestError, match="pooling_task must be one of"):
         llm.encode(TEXTS, pooling_task="plugin")
     old = llm.encode(TEXTS, **QUIET)
-    assert [one.outputs.embedding for one in old] == wanted.tolist()
+    assert [one.outputs.embedding for one in old] == expected.tolist()
 
 
-def test_a_prompt_is_cut_by_an_argument_of_the_tokenizer(llm: VLLM) -> None:
+def test_truncate_prompt_tokens_truncates_a_prompt(llm: VLLM) -> None:
     ids = [5] * 3000
     for cut, length in ((-1, llm.info.max_model_len), (7, 7)):
-        asked = {"tokenization_kwargs": {"truncate_prompt_tokens": cut}}
-        (found,) = llm.encode([ids], pooling_task="embed", **asked, **QUIET)
+        options = {"tokenization_kwargs": {"truncate_prompt_tokens": cut}}
+        (found,) = llm.encode([ids], pooling_task="embed", **options, **QUIET)
         assert len(found.prompt_token_ids) == length
     with pytest.raises(PromptTooLongError):
         llm.embed([ids], tokenization_kwargs={}, **QUIET)
@@ -61,11 +61,11 @@ def test_a_prompt_is_cut_by_an_argument_of_the_tokenizer(llm: VLLM) -> None:
 
 
 @pytest.mark.parametrize("name", ["pooler_config", "override_pooler_config"])
-def test_a_pooler_config_is_what_calls_begin_with(path: Path, llm: VLLM, name: str) -> None:
+def test_a_pooler_config_sets_the_defaults_of_calls(path: Path, llm: VLLM, name: str) -> None:
     config = VLLMPooler(pooling_type="MEAN", use_activation=False, task="embed")
     mean, raw = PoolingParams(pooling="mean"), PoolingParams(pooling="mean", use_activation=False)
-    given = config if name == "pooler_config" else dataclasses.asdict(config)
-    with VLLM(str(path), num_gpu_blocks_override=64, **{name: given}) as other:
+    value = config if name == "pooler_config" else dataclasses.asdict(config)
+    with VLLM(str(path), num_gpu_blocks_override=64, **{name: value}) as other:
         assert other.embed(TEXTS, **QUIET)[0].outputs == (
             llm.embed(TEXTS, pooling_params=raw, **QUIET)[0].outputs
         )
@@ -73,38 +73,38 @@ def test_a_pooler_config_is_what_calls_begin_with(path: Path, llm: VLLM, name: s
         assert scaled[0].outputs == llm.embed(TEXTS, pooling_params=mean, **QUIET)[0].outputs
 
 
-def test_poolings_that_are_not_here_are_refused(path: Path) -> None:
-    for options, said in (
+def test_unsupported_poolings_raise(path: Path) -> None:
+    for options, message in (
         ({"tok_pooling_type": "STEP"}, "tok_pooling_type must be ALL"),
         ({"task": "plugin"}, "task must be one of embed"),
         ({"pooling_type": "STEP"}, "pooling"),
     ):
-        with pytest.raises(RequestError, match=said):
+        with pytest.raises(RequestError, match=message):
             VLLMPooler(**options)
     late = VLLMPooler(task="token_embed", tok_pooling_type="ALL")
-    said = "score of tokens' vectors is not implemented"
+    message = r"score\(\) does not support task='token_embed'"
     with VLLM(str(path), num_gpu_blocks_override=64, pooler_config=late) as llm:
         assert llm.encode(["a"], pooling_task="token_embed", **QUIET)
-        with pytest.raises(RequestError, match=said):
+        with pytest.raises(RequestError, match=message):
             llm.score("a", "b")
 
 
 @pytest.mark.parametrize(
-    "how", [{"is_original_qwen3_reranker": True}, {"method": "from_2_way_softmax"}]
+    "method", [{"is_original_qwen3_reranker": True}, {"method": "from_2_way_softmax"}]
 )
-def test_a_reranker_is_named_by_overrides(path: Path, llm: VLLM, how: dict[str, Any]) -> None:
-    named = {"architectures": ["Qwen3ForSequenceClassification"], **how}
-    overrides = {"classifier_from_token": ["n", "y"], **named}
-    wanted = llm.score(TEXTS[0], TEXTS, answers=("n", "y"), **QUIET)
+def test_hf_overrides_define_a_reranker(path: Path, llm: VLLM, method: dict[str, Any]) -> None:
+    base = {"architectures": ["Qwen3ForSequenceClassification"], **method}
+    overrides = {"classifier_from_token": ["n", "y"], **base}
+    expected = llm.score(TEXTS[0], TEXTS, answers=("n", "y"), **QUIET)
     with VLLM(str(path), num_gpu_blocks_override=64, hf_overrides=overrides) as other:
         found = other.score(TEXTS[0], TEXTS, **QUIET)
-    assert [one.outputs for one in found] == [one.outputs for one in wanted]
-    for wrong in (named, overrides | {"rope_theta": 1e6}, overrides | {"method": "other"}):
+    assert [one.outputs for one in found] == [one.outputs for one in expected]
+    for wrong in (base, overrides | {"rope_theta": 1e6}, overrides | {"method": "other"}):
         with pytest.raises(ConfigError, match="hf_overrides"):
             VLLM(str(path), hf_overrides=wrong)
 
 
-def test_parameters_are_one_for_all(llm: VLLM) -> None:
+def test_pooling_params_are_one_for_all_prompts(llm: VLLM) -> None:
     with pytest.raises(RequestError, match="one PoolingParams for all"):
         llm.embed(TEXTS, pooling_params=[PoolingParams()] * 2)
 
@@ -118,7 +118,7 @@ def test_vectors_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == shown
 
 
-def test_processed_logprobs_are_given_where_they_are_the_raw_ones(path: Path) -> None:
+def test_processed_logprobs_are_supported_where_they_equal_the_raw_ones(path: Path) -> None:
     from nanoengine.as_vllm.params import VLLMParams
 
     options: dict[str, Any] = {"logprobs_mode": "processed_logprobs"}

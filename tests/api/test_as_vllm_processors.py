@@ -18,7 +18,7 @@ from nanoengine.as_vllm.llm import VLLM
 from nanoengine.as_vllm.params import RequestOutputKind, VLLMParams
 from nanoengine.as_vllm.processors import (
     AdapterLogitsProcessor,
-    Batched,
+    BatchedProcessor,
     BatchUpdate,
     MoveDirectionality,
     VLLMProcessor,
@@ -26,7 +26,7 @@ from nanoengine.as_vllm.processors import (
 )
 from nanoengine.assets import demo_model_path
 from nanoengine.errors import EngineDeadError, NanoEngineError, RequestError
-from nanoengine.features.processors import ShownIds
+from nanoengine.features.custom_processors import TokenIds
 
 MODEL = str(demo_model_path())
 PROMPTS = ["Once upon a time", "The little dog", "A red bird", "Tom", "The old cat", "One day"]
@@ -36,7 +36,7 @@ class Recorder(VLLMProcessor):
     """Records the output ids per row index, with `process_dict_updates`."""
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
-        self.told: dict[int, list[int]] = {}
+        self.outputs: dict[int, list[int]] = {}
         self.size, self.changes = 0, 0
 
     def is_argmax_invariant(self) -> bool:
@@ -45,12 +45,13 @@ class Recorder(VLLMProcessor):
     def update_state(self, batch_update: BatchUpdate | None) -> None:
         if batch_update is not None:
             self.size, self.changes = batch_update.batch_size, self.changes + 1
-            held = self.told.keys() - set(batch_update.removed)
-            held |= {index for index, *_ in batch_update.added}
-            for start, end, way in batch_update.moved:
-                assert start in held and (end in held) == (way is MoveDirectionality.SWAP)
-                held = held | {end} if end in held else held - {start} | {end}
-        process_dict_updates(self.told, batch_update, lambda params, prompt, output: output)
+            used = self.outputs.keys() - set(batch_update.removed)
+            used |= {index for index, *_ in batch_update.added}
+            for start, end, direction in batch_update.moved:
+                assert start in used
+                assert (end in used) == (direction is MoveDirectionality.SWAP)
+                used = used | {end} if end in used else used - {start} | {end}
+        process_dict_updates(self.outputs, batch_update, lambda params, prompt, output: output)
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
         return logits
@@ -58,27 +59,27 @@ class Recorder(VLLMProcessor):
 
 @given(st.lists(st.lists(st.integers(0, 7), unique=True, min_size=1), max_size=12))
 @settings(max_examples=80, deadline=None)
-def test_indices_are_those_of_the_rows(steps: list[list[int]]) -> None:
+def test_indices_equal_those_of_the_rows(steps: list[list[int]]) -> None:
     recorder = Recorder(None, torch.device("cpu"), False)
-    stage = Batched(recorder)
-    requests = [ShownIds(None, [], [n]) for n in range(8)]
+    stage = BatchedProcessor(recorder)
+    requests = [TokenIds(None, [], [n]) for n in range(8)]
     before: list[int] = []
     for step in steps:
         states = [requests[n] for n in step]
         changes = recorder.changes
         stage.apply(torch.zeros(len(step), 2), range(len(step)), states)
-        assert recorder.told == {i: one.output for i, one in enumerate(states)}
+        assert recorder.outputs == {i: one.output for i, one in enumerate(states)}
         assert recorder.size == len(step)
         assert (recorder.changes == changes) == (step == before)
         before = step
     for n, request in enumerate(requests):
         request.accept(9)
         assert request.output == [n, 9]
-        assert all(recorder.told[i] is requests[m].output for i, m in enumerate(before))
+        assert all(recorder.outputs[i] is requests[m].output for i, m in enumerate(before))
 
 
 class Odd(Recorder):
-    """Keeps one logit per row with `extra_args`; the number of output tokens chooses it."""
+    """Keeps one logit per row with `extra_args`; which depends on the number of output tokens."""
 
     @classmethod
     def validate_params(cls, sampling_params: Any) -> None:
@@ -87,11 +88,13 @@ class Odd(Recorder):
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
         process_dict_updates(
-            self.told, batch_update, lambda p, _, out: p.extra_args and (p.extra_args["step"], out)
+            self.outputs,
+            batch_update,
+            lambda p, _, out: p.extra_args and (p.extra_args["step"], out),
         )
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
-        for index, (step, output) in self.told.items():
+        for index, (step, output) in self.outputs.items():
             keep = 5 + step * (len(output) + 1)
             value = logits[index, keep].clone()
             logits[index] = float("-inf")
@@ -127,7 +130,7 @@ def make(*processors: Any) -> VLLM:
 
 
 @pytest.mark.parametrize("processor", [Odd, Adapted, f"{__name__}:Odd"])
-def test_a_class_edits_the_requests_that_ask_for_it(processor: Any) -> None:
+def test_a_class_edits_the_requests_that_use_it(processor: Any) -> None:
     """There are more requests than slots; some end early, some use no processor, some use two."""
     params = [
         VLLMParams(
@@ -143,13 +146,13 @@ def test_a_class_edits_the_requests_that_ask_for_it(processor: Any) -> None:
         plain = llm.generate(PROMPTS, params, use_tqdm=False)
     with make(processor) as llm:
         found = llm.generate(PROMPTS, params, use_tqdm=False)
-    for i, (output, wanted) in enumerate(zip(found, plain, strict=True)):
+    for i, (output, expected) in enumerate(zip(found, plain, strict=True)):
         forced = [5 + i * (n + 1) for n in range(3 + i)]
-        for one, other in zip(output.outputs, wanted.outputs, strict=True):
+        for one, other in zip(output.outputs, expected.outputs, strict=True):
             assert one.token_ids == (forced if i % 3 else other.token_ids)
 
 
-def test_a_request_that_a_class_refuses_fails_alone() -> None:
+def test_a_request_rejected_by_a_class_fails_alone() -> None:
     wrong = VLLMParams(max_tokens=2, extra_args={"step": 100})
     with make(Odd) as llm, pytest.warns(UserWarning, match="1 of 2 requests failed"):
         good, bad = llm.generate(["a", "b"], [VLLMParams(max_tokens=2), wrong], use_tqdm=False)
@@ -171,7 +174,7 @@ async def collect(engine: VLLMAsync, prompt: str, params: VLLMParams, name: str)
     return [one async for one in engine.generate(prompt, params, request_id=name)]
 
 
-def test_requests_at_one_time_give_what_a_call_gives(engine: VLLMAsync) -> None:
+def test_concurrent_requests_give_the_outputs_of_a_call(engine: VLLMAsync) -> None:
     kinds = RequestOutputKind
     params = VLLMParams(temperature=0, max_tokens=6, ignore_eos=True)
 
@@ -184,15 +187,15 @@ def test_requests_at_one_time_give_what_a_call_gives(engine: VLLMAsync) -> None:
         return list(await asyncio.gather(*calls))
 
     found = asyncio.run(run())
-    wanted = engine._llm.generate(PROMPTS, params, use_tqdm=False)
-    for i, (outputs, whole) in enumerate(zip(found, wanted, strict=True)):
+    expected = engine._llm.generate(PROMPTS, params, use_tqdm=False)
+    for i, (outputs, whole) in enumerate(zip(found, expected, strict=True)):
         texts = [one.outputs[0].text for one in outputs]
         assert outputs[-1].finished and outputs[-1].request_id == f"r{i}"
         assert ("".join(texts) if i % 3 == 0 else texts[-1]) == whole.outputs[0].text
         assert len(outputs) > 2 or i % 3 == 2
 
 
-def test_who_stops_asking_aborts(engine: VLLMAsync) -> None:
+def test_closing_an_iterator_aborts_its_request(engine: VLLMAsync) -> None:
     long = VLLMParams(temperature=0, max_tokens=400, ignore_eos=True)
 
     async def run() -> None:
@@ -208,7 +211,7 @@ def test_who_stops_asking_aborts(engine: VLLMAsync) -> None:
     asyncio.run(run())
 
 
-def test_what_a_step_raises_reaches_who_waits(
+def test_an_exception_of_a_step_reaches_all_waiting_requests(
     engine: VLLMAsync, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def step() -> None:
@@ -224,28 +227,28 @@ def test_what_a_step_raises_reaches_who_waits(
 LONG = VLLMParams(temperature=0, max_tokens=400, ignore_eos=True)
 
 
-def test_steps_end_though_who_has_all_is_slow_to_ask_on(engine: VLLMAsync) -> None:
+def test_steps_end_although_a_consumer_is_slow(engine: VLLMAsync) -> None:
     """Regression: an idle engine was stepped forever, and each step's error was kept."""
 
     async def run() -> None:
-        held = engine.generate("Once", VLLMParams(max_tokens=1), "held")
-        assert (await anext(held)).finished
+        slow = engine.generate("Once", VLLMParams(max_tokens=1), "slow")
+        assert (await anext(slow)).finished
         assert engine._stepping is not None
         await asyncio.wait_for(engine._stepping, 20)
         cut = engine.generate("Once", LONG, "cut")
         await anext(cut)
         engine._llm.generate("Tom", VLLMParams(max_tokens=1), use_tqdm=False)
         await asyncio.wait_for(engine._stepping, 20)
-        with pytest.raises(NanoEngineError, match="cut off"):
+        with pytest.raises(NanoEngineError, match="ended by another call"):
             _ = [one async for one in cut]
-        again = await collect(engine, "Once", VLLMParams(max_tokens=1), "held")
+        again = await collect(engine, "Once", VLLMParams(max_tokens=1), "slow")
         assert again[-1].finished
-        await held.aclose()
+        await slow.aclose()
 
     asyncio.run(run())
 
 
-def test_who_is_cancelled_while_a_request_is_added_leaves_none(
+def test_cancelling_while_a_request_is_added_leaves_no_request(
     engine: VLLMAsync, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun, cancelled, add = threading.Event(), threading.Event(), engine._engine.add_request
@@ -257,11 +260,11 @@ def test_who_is_cancelled_while_a_request_is_added_leaves_none(
 
     async def run() -> None:
         monkeypatch.setattr(engine._engine, "add_request", slow)
-        asked = asyncio.create_task(collect(engine, "Once", LONG, "gone"))
+        task = asyncio.create_task(collect(engine, "Once", LONG, "gone"))
         await asyncio.to_thread(begun.wait)
-        asked.cancel()
+        task.cancel()
         with pytest.raises(asyncio.CancelledError):
-            await asked
+            await task
         cancelled.set()
         await engine._call(lambda: None)  # after all pending work of the thread
         assert not engine._engine.has_unfinished_requests()
@@ -269,17 +272,17 @@ def test_who_is_cancelled_while_a_request_is_added_leaves_none(
     asyncio.run(run())
 
 
-def test_a_shutdown_ends_who_waits() -> None:
+def test_a_shutdown_ends_waiting_requests() -> None:
     """Regression: a waiting request and a new one both hung after a shutdown."""
     engine = VLLMAsync.from_engine_args(EngineArgs(model=MODEL, num_gpu_blocks_override=64))
 
     async def run() -> None:
-        asked = asyncio.create_task(collect(engine, "Once", LONG, "a"))
+        task = asyncio.create_task(collect(engine, "Once", LONG, "a"))
         while not engine._outputs:
             await asyncio.sleep(0)
         engine.shutdown()
         with pytest.raises(EngineDeadError, match="shut down"):
-            await asked
+            await task
         with pytest.raises(EngineDeadError, match="shut down"):
             await collect(engine, "Once", LONG, "b")
 

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 
-from nanoengine.settings.checks import MOST_SHOWN, check_value, checked
+from nanoengine.settings.checks import MAX_CHARS, check_value, checked
 
 
 def nested(depth: int) -> list[Any]:
@@ -56,7 +56,7 @@ def nested(depth: int) -> list[Any]:
         (Mapping[str, Any], {"a": None}, {"a": None}),
     ],
 )
-def test_what_fits_comes_as_pythons_own(annotation: Any, value: Any, expected: Any) -> None:
+def test_valid_values_become_python_types(annotation: Any, value: Any, expected: Any) -> None:
     found = check_value(value, annotation, "x", ValueError)
     assert found == expected
     assert type(found) is type(expected)
@@ -97,7 +97,7 @@ def test_what_fits_comes_as_pythons_own(annotation: Any, value: Any, expected: A
         (Path | None, "x", "x must be Path or None, got 'x'"),
     ],
 )
-def test_what_does_not_fit_is_named_with_what_is_allowed(
+def test_invalid_values_raise_with_the_allowed_ones(
     annotation: Any, value: Any, message: str
 ) -> None:
     with pytest.raises(KeyError) as caught:
@@ -105,11 +105,11 @@ def test_what_does_not_fit_is_named_with_what_is_allowed(
     assert caught.value.args == (message,)
 
 
-def test_any_wrong_value_can_be_shown() -> None:
+def test_any_wrong_value_fits_a_message() -> None:
     for value in (10**5000, nested(100_000), "y" * 10**6):
         with pytest.raises(ValueError, match="x must be True or False, got") as caught:
             check_value(value, bool, "x", ValueError)
-        assert len(str(caught.value)) < MOST_SHOWN + 50
+        assert len(str(caught.value)) < MAX_CHARS + 50
 
 
 @checked(ValueError)
@@ -124,7 +124,7 @@ class Later:
     pass
 
 
-def test_a_dataclass_checks_what_it_is_built_with() -> None:
+def test_a_dataclass_checks_its_arguments() -> None:
     later = Later()
     settings = Settings(np.int64(3), later=later)  # type: ignore[arg-type]
     assert settings == Settings(size=3, name="x", later=later)

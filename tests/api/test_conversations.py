@@ -1,4 +1,4 @@
-"""Conversations in the chat templates of many model families: no message is lost."""
+"""Conversations in the chat templates of many model families: no message is dropped."""
 
 from __future__ import annotations
 
@@ -73,8 +73,8 @@ def test_good_conversations_are_rendered_by_every_template(template: str) -> Non
 @pytest.mark.parametrize("template", sorted(set(TEMPLATES) - WITHOUT_TOOLS))
 @pytest.mark.parametrize("content", [None, "", "Let me see."])
 def test_arguments_given_as_json_are_rendered_as_objects(template: str, content: Any) -> None:
-    given = [USER, calling('{"a":1, "b":"x"}', content=content), TOOL]
-    text = rendered(given, template)
+    as_text = [USER, calling('{"a":1, "b":"x"}', content=content), TOOL]
+    text = rendered(as_text, template)
     as_object = [USER, calling({"a": 1, "b": "x"}, content=content), TOOL]
     assert text == rendered(as_object, template)
     assert '\\"a' not in text and "'a'" not in text
@@ -86,13 +86,15 @@ def test_arguments_given_as_json_are_rendered_as_objects(template: str, content:
     )
 
 
-def test_arguments_that_are_no_json_are_refused() -> None:
+def test_arguments_that_are_not_json_raise() -> None:
     with pytest.raises(RequestError, match=r"messages\[1\]: the arguments .* got '\{\"a\": '"):
         rendered([USER, calling('{"a": '), TOOL], "HERMES")
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
-def test_a_developer_is_a_system_unless_the_template_names_the_role(template: str) -> None:
+def test_a_developer_message_is_a_system_message_unless_the_template_has_the_role(
+    template: str,
+) -> None:
     talk = [{**SYSTEM, "role": "developer"}, USER]
     if template in WITHOUT_SYSTEM:
         with pytest.raises(RequestError):
@@ -106,8 +108,8 @@ def test_a_developer_is_a_system_unless_the_template_names_the_role(template: st
     assert rendered(talk, named).startswith("developeruser")
 
 
-LOST: dict[str, tuple[list[dict[str, Any]], set[str], str]] = {
-    "a role that nobody knows": (
+DROPPED: dict[str, tuple[list[dict[str, Any]], set[str], str]] = {
+    "an unknown role": (
         [USER, {"role": "critic", "content": "Bad."}, USER],
         {"PHI_3", "ZEPHYR", "DEEPSEEK", "GPT_OSS", "HERMES", "GRANITE"},
         r"the content of messages\[1\] with role 'critic'",
@@ -145,27 +147,27 @@ LOST: dict[str, tuple[list[dict[str, Any]], set[str], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", LOST)
-def test_a_message_that_leaves_no_trace_is_refused(name: str) -> None:
-    talk, templates, message = LOST[name]
+@pytest.mark.parametrize("name", DROPPED)
+def test_a_message_that_the_template_drops_raises(name: str) -> None:
+    talk, templates, message = DROPPED[name]
     for template in sorted(templates):
         with pytest.raises(RequestError, match=f"the chat template leaves out {message}"):
             rendered(talk, template)
 
 
-def test_a_message_that_acts_without_being_printed_is_none_that_is_lost() -> None:
+def test_a_message_that_changes_the_prompt_is_not_dropped() -> None:
     control = {"role": "control", "content": "thinking"}
     assert "Think first." in rendered([control, USER], "GRANITE")
     with pytest.raises(RequestError, match=r"leaves out the content of messages\[0\]"):
         rendered([{**control, "content": "humming"}, USER], "GRANITE")
 
 
-def test_what_a_template_refuses_is_said_in_its_words() -> None:
+def test_an_error_of_a_template_contains_its_message() -> None:
     with pytest.raises(RequestError, match=r"refused the conversation: .* must alternate"):
         rendered([USER, USER], "GEMMA")
 
 
-def test_the_form_of_a_conversation_is_found_once_per_shape(
+def test_the_content_format_is_detected_once_per_shape(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     tokenizer, calls = byte_level(), []
@@ -187,11 +189,11 @@ def test_the_form_of_a_conversation_is_found_once_per_shape(
     assert text.endswith("To be")
 
 
-def test_a_template_of_the_settings_takes_the_place_of_the_models(tmp_path: Path) -> None:
+def test_a_template_in_the_settings_replaces_the_models(tmp_path: Path) -> None:
     file = tmp_path / "own.jinja"
     file.write_text("{{ messages[0].content }}?!", encoding="utf-8")
-    for given in (str(file), "{{ messages[0].content }}?!"):
-        config = EngineConfig(model=str(demo_model_path()), chat_template=given)
+    for chat_template in (str(file), "{{ messages[0].content }}?!"):
+        config = EngineConfig(model=str(demo_model_path()), chat_template=chat_template)
         assert Tokenizer.of(config).render_chat([USER]) == "How are you??!"
     with pytest.raises(ConfigError, match=r"chat_template must be .* got 'missing\.jinja'"):
         EngineConfig(model="m", chat_template="missing.jinja")

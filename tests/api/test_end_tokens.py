@@ -19,8 +19,8 @@ from transformers import PreTrainedTokenizerFast
 
 from nanoengine import LLM, SamplingParams
 from nanoengine.checkpoint.config import load_model_config
-from nanoengine.text.end_tokens import turn_ends
-from nanoengine.text.load_tokenizer import with_ends
+from nanoengine.text.end_tokens import turn_end_ids
+from nanoengine.text.load_tokenizer import with_tokenizer_eos
 from nanoengine.text.tokenizer import Tokenizer
 from tests.support.checkpoints import make_checkpoint
 from tests.support.fake_llm import MakeLLM
@@ -133,12 +133,12 @@ def test_an_end_is_found_wherever_a_checkpoint_says_it(
 ) -> None:
     path = changed(base, tmp_path / "m", layout)
     tokenizer, config = Tokenizer.load(str(path)), load_model_config(path)
-    found = with_ends(config, tokenizer, chats=True)
+    found = with_tokenizer_eos(config, tokenizer, chats=True)
     expected = LAYOUTS[layout][1]
     assert found.eos_token_ids == tuple(token_id for token_id, _ in expected)
     for token_id, sources in expected:
-        assert [source for source, named in found.ends if named == token_id] == sources
-    plain = with_ends(config, tokenizer)
+        assert [source for source, named in found.eos_sources if named == token_id] == sources
+    plain = with_tokenizer_eos(config, tokenizer)
     asked = TURN_END in plain.eos_token_ids or not config.eos_token_ids
     assert asked == (layout not in ("only the template", "a tokenizer's name that is no token"))
 
@@ -176,7 +176,7 @@ def test_a_model_without_any_end_is_warned_about_once(
     with LLM(path, **options) as llm:
         llm.generate(["a", "b"], SamplingParams(max_tokens=1), use_tqdm=False)
     (record,) = caplog.records
-    assert "names no token that ends an answer" in record.getMessage()
+    assert "defines no EOS token" in record.getMessage()
 
 
 LLAMA3 = (
@@ -223,10 +223,10 @@ def test_the_token_that_closes_a_turn(case: str) -> None:
     backend.add_special_tokens({"additional_special_tokens": [*names, "<|start|>"]})
     backend.add_tokens([AddedToken(name, special=False) for name in ("<turn>", "<turn>/>")])
     backend.chat_template = template
-    found = turn_ends(Tokenizer(backend), None)
+    found = turn_end_ids(Tokenizer(backend), None)
     assert found == (() if expected is None else (backend.convert_tokens_to_ids(expected),))
     if template is not None:
-        assert turn_ends(Tokenizer(copy.deepcopy(byte_level().backend)), "{{ messages }}") == ()
+        assert turn_end_ids(Tokenizer(copy.deepcopy(byte_level().backend)), "{{ messages }}") == ()
 
 
 # --- stop strings ---------------------------------------------------------------------------------

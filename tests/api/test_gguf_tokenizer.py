@@ -22,7 +22,7 @@ from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKEN
 
 from nanoengine import SamplingParams
 from nanoengine.errors import ConfigError, RequestError
-from nanoengine.text.gguf_tokenizer import NO_ID, WORDS, make_tokenizer
+from nanoengine.text.gguf_tokenizer import NO_ID, PRE_TOKENIZERS, make_tokenizer
 from nanoengine.text.stream import TextStream
 from nanoengine.text.token_bound import TokenBound
 from nanoengine.text.tokenizer import Tokenizer
@@ -158,9 +158,9 @@ def test_what_is_known_of_tokens_is_equal(pairs, kind) -> None:  # type: ignore[
     )
 
 
-@pytest.mark.parametrize("pre", sorted(WORDS.keys() & GGUF_PRE_TOKENIZER_SPLITS.keys()))
+@pytest.mark.parametrize("pre", sorted(PRE_TOKENIZERS.keys() & GGUF_PRE_TOKENIZER_SPLITS.keys()))
 def test_expressions_equal_those_that_transformers_has_for_the_same_name(pre: str) -> None:
-    assert list(WORDS[pre].splits) == [GGUF_PRE_TOKENIZER_SPLITS[pre]]
+    assert list(PRE_TOKENIZERS[pre].splits) == [GGUF_PRE_TOKENIZER_SPLITS[pre]]
 
 
 @pytest.mark.parametrize(
@@ -241,12 +241,12 @@ def test_digits_from_the_right_are_grouped_as_the_published_expressions_do(
     parts = ["1", "23", "4567", "٣", "½", "a", "_", " ", ".", "你", "\n", "8" * 511]
     for _ in range(500):
         text = "".join(draw.choices(parts, k=draw.randint(1, 12)))
-        assert split(text, WORDS[pre].splits[0]) == split(text, *published), text
+        assert split(text, PRE_TOKENIZERS[pre].splits[0]) == split(text, *published), text
 
 
 def test_digits_from_the_right_are_seen_once() -> None:
     for pre in ("afmoe", "tiny_aya"):
-        assert len(split("1" * 300_000, WORDS[pre].splits[0])) == 100_000
+        assert len(split("1" * 300_000, PRE_TOKENIZERS[pre].splits[0])) == 100_000
 
 
 def test_letters_of_deepseek_are_those_with_a_case_that_its_file_names() -> None:
@@ -264,7 +264,9 @@ def test_letters_of_deepseek_are_those_with_a_case_that_its_file_names() -> None
     """
     ranges = [one.split("-") for one in named.split()]
     letters = {chr(i) for one in ranges for i in range(int(one[0], 16), int(one[-1], 16) + 1)}
-    only = pre_tokenizers.Split(Regex(WORDS["deepseek-llm"].splits[1][3:]), "removed", invert=True)
+    only = pre_tokenizers.Split(
+        Regex(PRE_TOKENIZERS["deepseek-llm"].splits[1][3:]), "removed", invert=True
+    )
     codes = [*range(1, 0xD800), *range(0xE000, 0x110000)]
     every = "".join(map(chr, codes))
     found = {c for i in range(0, len(every), 4096) for c in _letters(only, every[i : i + 4096])}
@@ -275,13 +277,13 @@ def _letters(only: pre_tokenizers.Split, text: str) -> str:
     return "".join(word for word, _ in only.pre_tokenize_str(text))
 
 
-@pytest.mark.parametrize("pre", sorted(WORDS))
+@pytest.mark.parametrize("pre", sorted(PRE_TOKENIZERS))
 def test_all_rules_keep_all_of_a_text(pre: str) -> None:
     tokenizer = made(bytes_said(pre=pre, add_bos_token=False))
     text = "I'LL  say 1234567,\r\n\n \t½ naïve 你好 ไทย हिन्दी \U0001f642... x=f(y);  \n"
     assert tokenizer.decode(tokenizer.encode(text), anchored=False) == text
     composed = tokenizer.encode("e\u0301") == tokenizer.encode("é")
-    assert composed == WORDS[pre].nfc
+    assert composed == PRE_TOKENIZERS[pre].nfc
 
 
 def test_a_word_that_is_a_token_is_one_whatever_merges_say() -> None:

@@ -24,7 +24,7 @@ from tests.support.text_fixtures import CHAT_TEMPLATE, byte_fallback, byte_level
 # --- generate -------------------------------------------------------------------------------------
 
 
-def test_outputs_come_in_input_order_whatever_finishes_first(llm: LLM) -> None:
+def test_outputs_are_in_input_order(llm: LLM) -> None:
     prompts = ["€", "nothing", "one", "dog", "€"]
     outputs = llm.generate(prompts, LONG, use_tqdm=False)
     assert texts(outputs) == [ANSWERS.get(prompt, "") for prompt in prompts]
@@ -35,7 +35,7 @@ def test_outputs_come_in_input_order_whatever_finishes_first(llm: LLM) -> None:
     assert_idle(llm)
 
 
-def test_all_forms_of_prompts_mix(llm: LLM) -> None:
+def test_all_prompt_types_can_be_mixed(llm: LLM) -> None:
     forms = [
         "one",
         ids("one"),
@@ -50,7 +50,7 @@ def test_all_forms_of_prompts_mix(llm: LLM) -> None:
     assert all(o.prompt_token_ids == ids("one") for o in outputs)
 
 
-def test_peer_bug_08_one_prompt_of_any_form_is_one_prompt(llm: LLM) -> None:
+def test_one_prompt_of_any_type_is_one_prompt(llm: LLM) -> None:
     for single in ("one", ids("one"), {"prompt": "one"}, Row("one", sampling_params=LONG)):
         assert texts(llm.generate(single, LONG, use_tqdm=False)) == [" two three."]
         assert texts(llm.stream(single, LONG)) == [" two three."]
@@ -58,9 +58,7 @@ def test_peer_bug_08_one_prompt_of_any_form_is_one_prompt(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize("on_error", ["raise", "record"])
-def test_peer_bug_01_a_request_that_fails_running_costs_no_neighbour(
-    llm: LLM, on_error: str
-) -> None:
+def test_a_request_that_fails_while_running_affects_no_other(llm: LLM, on_error: str) -> None:
     def fail_second_row(plan: Any) -> dict[int, str] | None:
         return {plan.rows.index(1): "NaN logits"} if plan.step == 1 and 1 in plan.rows else None
 
@@ -73,7 +71,7 @@ def test_peer_bug_01_a_request_that_fails_running_costs_no_neighbour(
 
 
 @pytest.mark.parametrize("exception", [KeyboardInterrupt, ZeroDivisionError])
-def test_peer_bug_07_an_exception_leaks_nothing_into_the_next_call(
+def test_an_exception_leaves_nothing_for_the_next_call(
     llm: LLM, exception: type[BaseException]
 ) -> None:
     def fail(plan: Any) -> None:
@@ -88,7 +86,7 @@ def test_peer_bug_07_an_exception_leaks_nothing_into_the_next_call(
     assert texts(llm.generate(["€", "one"], LONG, use_tqdm=False)) == [ANSWERS["€"], ANSWERS["one"]]
 
 
-def test_peer_bug_07_a_failing_progress_bar_or_stream_source_leaks_nothing(llm: LLM) -> None:
+def test_a_failing_progress_bar_or_prompt_iterator_leaves_nothing(llm: LLM) -> None:
     def broken_bar(**kwargs: Any) -> None:
         raise OSError("no terminal")
 
@@ -105,18 +103,18 @@ def test_peer_bug_07_a_failing_progress_bar_or_stream_source_leaks_nothing(llm: 
     assert_idle(llm)
 
 
-def test_peer_bug_23_every_eos_id_ends_an_answer_without_its_text(make_llm: MakeLLM) -> None:
+def test_every_eos_id_ends_an_output_without_its_text(make_llm: MakeLLM) -> None:
     with make_llm({"one": " two<s> three"}) as llm:
         (output,) = llm.generate("one", LONG, use_tqdm=False)
         assert (output.outputs[0].text, output.outputs[0].stop_reason) == (" two", None)
         shown = SamplingParams(temperature=0, max_tokens=8, skip_special_tokens=False)
         assert texts(llm.generate("one", shown, use_tqdm=False)) == [" two"]
-        on = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True, stop_token_ids=[1])
-        (output,) = llm.generate("one", on, use_tqdm=False)
+        ignored = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True, stop_token_ids=[1])
+        (output,) = llm.generate("one", ignored, use_tqdm=False)
         assert (output.outputs[0].text, output.outputs[0].stop_reason) == (" two three", 1)
 
 
-def test_peer_bug_23_stop_strings_end_an_answer(llm: LLM) -> None:
+def test_stop_strings_end_an_output(llm: LLM) -> None:
     stop = SamplingParams(temperature=0, max_tokens=64, stop=["ree", "tle ca"])
     one, dog = llm.generate(["one", "dog"], stop, use_tqdm=False)
     assert (one.outputs[0].text, one.outputs[0].stop_reason) == (" two th", "ree")
@@ -149,7 +147,7 @@ def test_an_ignored_eos_is_text_like_any_other(llm: LLM) -> None:
     assert "".join(texts(llm.stream("nothing", params, kind="delta"))) == "</s>" * 64
 
 
-def test_salt_and_bad_words_reach_the_engine(llm: LLM) -> None:
+def test_cache_salt_and_bad_words_reach_the_engine(llm: LLM) -> None:
     seen: list[Any] = []
     executor(llm).hook = lambda plan: seen.extend(
         (s.request.cache_salt, s.request.bad_word_ids) for s in llm.engine.scheduler.running
@@ -159,13 +157,13 @@ def test_salt_and_bad_words_reach_the_engine(llm: LLM) -> None:
     assert seen == [("mine", bad_word_ids(byte_level(), ["dog"]))]
 
 
-def test_followers_are_made_only_where_text_is_needed_early(llm: LLM) -> None:
+def test_followers_are_created_only_if_text_is_needed_early(llm: LLM) -> None:
     followers: list[object] = []
 
-    def look(plan: Any) -> None:
+    def record(plan: Any) -> None:
         followers.extend(seq.follower for seq in llm.engine.scheduler.running)
 
-    executor(llm).hook = look
+    executor(llm).hook = record
     llm.generate("one", LONG, use_tqdm=False)
     assert set(followers) == {None}
     silent = dataclasses.replace(LONG, detokenize=False)
@@ -176,7 +174,7 @@ def test_followers_are_made_only_where_text_is_needed_early(llm: LLM) -> None:
     assert set(followers) != {None}
 
 
-def test_logprobs_have_vllms_shape(llm: LLM) -> None:
+def test_logprobs_have_vllms_structure(llm: LLM) -> None:
     params = SamplingParams(temperature=0, max_tokens=3, logprobs=2, prompt_logprobs=0)
     (output,) = llm.generate("dog", params, use_tqdm=False)
     completion = output.outputs[0]
@@ -217,7 +215,7 @@ def test_no_params_means_the_models_generation_config(make_llm: MakeLLM) -> None
         assert seen == [params, params]
 
 
-def test_a_progress_bar_counts_requests_and_tells_the_speed(llm: LLM) -> None:
+def test_a_progress_bar_shows_requests_and_speed(llm: LLM) -> None:
     def call(prompts: Any, bar: Bar) -> Any:
         if isinstance(prompts, list):
             llm.generate(prompts, LONG, use_tqdm=bar, on_error="record")
@@ -268,7 +266,7 @@ def test_deltas_add_up_to_what_generate_returns(llm: LLM, stop: list[str] | None
         )
 
 
-def test_cumulative_outputs_only_grow_and_show_no_half_characters(llm: LLM) -> None:
+def test_cumulative_outputs_only_grow_and_contain_whole_characters(llm: LLM) -> None:
     outputs = list(llm.stream("€", LONG, kind="cumulative"))
     shown = texts(outputs)
     assert shown[-1] == ANSWERS["€"]
@@ -288,7 +286,7 @@ def test_streams_of_a_byte_fallback_tokenizer_keep_spaces(make_llm: MakeLLM) -> 
         assert text.endswith("dog 🙂 the.")
 
 
-def test_rows_that_run_go_on_while_a_generator_has_none_at_present(make_llm: MakeLLM) -> None:
+def test_running_requests_continue_while_a_generator_pauses(make_llm: MakeLLM) -> None:
     """A PAUSE adds no prompt; while nothing runs, it ends the stream."""
     with make_llm(ANSWERS, max_num_seqs=4) as llm:
         finished: list[int] = []
@@ -301,7 +299,7 @@ def test_rows_that_run_go_on_while_a_generator_has_none_at_present(make_llm: Mak
             while len(finished) < 2:
                 yield PAUSE
             yield PAUSE
-            raise AssertionError("nobody asks again")
+            raise AssertionError("read after the last PAUSE")
 
         for output in llm.stream(source(), LONG):
             assert output.outputs[0].text == ANSWERS[("dog", "one")[output.index]]
@@ -317,12 +315,12 @@ def test_closing_a_stream_aborts_the_rest(llm: LLM) -> None:
     assert_idle(llm)
 
 
-def test_peer_bug_07_an_abandoned_stream_leaks_nothing_and_says_so(llm: LLM) -> None:
+def test_an_abandoned_stream_leaves_nothing_and_raises(llm: LLM) -> None:
     abandoned = llm.stream(["one", "dog"], LONG, kind="delta")
     next(abandoned)
     assert texts(llm.generate(["€"], LONG, use_tqdm=False)) == [ANSWERS["€"]]
     assert_idle(llm)
-    with pytest.raises(NanoEngineError, match="cut off"):
+    with pytest.raises(NanoEngineError, match="ended by another call"):
         next(abandoned)
 
 
@@ -359,7 +357,7 @@ def test_without_a_tokenizer_prompts_and_outputs_are_ids(make_llm: MakeLLM) -> N
                 llm.generate(prompt, params, use_tqdm=False)
 
 
-def test_llm_is_a_class_like_any_other_before_anything_heavy_is_loaded() -> None:
+def test_llm_is_a_class_before_heavy_modules_are_loaded() -> None:
     code = (
         "import inspect, pydoc, sys; from nanoengine import LLM;"
         "assert 'offline inference' in pydoc.render_doc(LLM) and inspect.isclass(LLM);"
@@ -372,7 +370,7 @@ def test_llm_is_a_class_like_any_other_before_anything_heavy_is_loaded() -> None
 
 
 @pytest.mark.parametrize("enabled", [True, False])
-def test_collections_pause_while_an_llm_is_made(
+def test_garbage_collection_pauses_while_an_llm_is_created(
     make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch, enabled: bool
 ) -> None:
     seen: list[bool] = []
@@ -395,7 +393,7 @@ def test_collections_pause_while_an_llm_is_made(
             make_llm()
         assert gc.isenabled() == enabled
         assert seen == [False, False]
-        assert moves == [], "what somebody has frozen stays so"
+        assert moves == [], "objects frozen by the caller stay frozen"
         monkeypatch.setattr(gc, "get_freeze_count", lambda: 0)
         with make_llm():
             assert moves == ["freeze", "unfreeze"]

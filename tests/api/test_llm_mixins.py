@@ -22,12 +22,12 @@ from nanoengine.core.checks import check
 from nanoengine.errors import EngineDeadError
 from tests.support.fake_llm import ANSWERS, LONG, Bar, MakeLLM, assert_idle, executor, texts
 
-MOST_STEPS = 2_000
-PATIENCE_S = 20.0
+MAX_STEPS = 2_000
+TIMEOUT_S = 20.0
 
 
-class Spinning(AssertionError):
-    """A loop has called far more steps than its requests need."""
+class TooManySteps(AssertionError):
+    """A loop has run far more steps than its requests need."""
 
 
 @pytest.fixture(params=[False, True], ids=["plain", "overlapped"])
@@ -39,13 +39,13 @@ def llm(make_llm: MakeLLM, request: pytest.FixtureRequest) -> Iterator[LLM]:
 
 
 def bound_steps(llm: LLM) -> None:
-    left, step = MOST_STEPS, llm.engine.step
+    left, step = MAX_STEPS, llm.engine.step
 
     def counted() -> list[Any]:
         nonlocal left
         left -= 1
         if left < 0:
-            raise Spinning
+            raise TooManySteps
         return step()
 
     llm.engine.step = counted  # type: ignore[method-assign]
@@ -73,7 +73,7 @@ def reasons(outputs: list[RequestOutput]) -> dict[int, str | None]:
 
 
 @pytest.mark.parametrize("kind", ["delta", "cumulative"])
-def test_an_aborted_request_of_a_stream_comes_with_reason_abort(llm: LLM, kind: str) -> None:
+def test_an_aborted_request_of_a_stream_has_finish_reason_abort(llm: LLM, kind: str) -> None:
     """Regression: the stream waited for the aborted request forever."""
     outputs = []
     for output in llm.stream(["€", "one", "dog"], LONG, kind=kind):  # type: ignore[arg-type]
@@ -81,11 +81,11 @@ def test_an_aborted_request_of_a_stream_comes_with_reason_abort(llm: LLM, kind: 
         if output.index == 1 and not output.finished:
             llm.engine.abort(output.request_id)
     assert reasons(outputs) == {0: "stop", 1: "abort", 2: "stop"}
-    assert sum(output.finished for output in outputs) == 3, "each ends once"
+    assert sum(output.finished for output in outputs) == 3, "each request finishes once"
     assert_idle(llm)
 
 
-def test_abort_all_in_a_stream_ends_all_of_it(llm: LLM) -> None:
+def test_abort_all_ends_a_stream(llm: LLM) -> None:
     """Aborted requests keep their text."""
     outputs = []
     for number, output in enumerate(llm.stream(["€", "one", "dog"], LONG, kind="cumulative")):
@@ -99,7 +99,7 @@ def test_abort_all_in_a_stream_ends_all_of_it(llm: LLM) -> None:
     assert_idle(llm)
 
 
-def test_aborts_in_a_lazy_stream_make_room_for_the_next_prompts(make_llm: MakeLLM) -> None:
+def test_aborts_in_a_lazy_stream_free_rows_for_the_next_prompts(make_llm: MakeLLM) -> None:
     """Later prompts of the iterator are added when requests before them are aborted."""
     with make_llm(ANSWERS, max_num_seqs=2) as llm:
         bound_steps(llm)
@@ -112,7 +112,7 @@ def test_aborts_in_a_lazy_stream_make_room_for_the_next_prompts(make_llm: MakeLL
         assert_idle(llm)
 
 
-def test_a_request_of_several_answers_is_finished_once_it_is_aborted(llm: LLM) -> None:
+def test_a_request_with_several_completions_is_finished_once_it_is_aborted(llm: LLM) -> None:
     """Also before its prompt is computed, when the other sequences have not been forked yet."""
     llm.engine.scheduler.long_prefill_threshold = 1
     params = SamplingParams(n=3, max_tokens=4)
@@ -125,7 +125,7 @@ def test_a_request_of_several_answers_is_finished_once_it_is_aborted(llm: LLM) -
     assert_idle(llm)
 
 
-def test_a_step_that_the_caller_takes_is_not_waited_for(llm: LLM) -> None:
+def test_a_step_run_by_the_caller_ends_requests_of_a_stream(llm: LLM) -> None:
     """Regression: `engine.step()` returns finished requests to its caller, and the stream hung."""
     outputs = []
     for output in llm.stream(["€", "one", "dog"], LONG, kind="delta"):
@@ -136,7 +136,7 @@ def test_a_step_that_the_caller_takes_is_not_waited_for(llm: LLM) -> None:
     assert "".join(o.outputs[0].text for o in outputs if o.index == 0) == ANSWERS["€"]
 
 
-def test_a_request_of_the_callers_own_does_not_disturb_a_stream(llm: LLM) -> None:
+def test_a_request_added_by_the_caller_does_not_affect_a_stream(llm: LLM) -> None:
     """A step also returns finished requests that the stream did not add."""
     own = None
     outputs = []
@@ -175,28 +175,28 @@ def test_a_progress_bar_may_abort(llm: LLM) -> None:
 
 
 @pytest.mark.usefixtures("eager_bars")
-def test_a_progress_bar_can_make_no_call(llm: LLM) -> None:
+def test_a_progress_bar_can_not_make_calls(llm: LLM) -> None:
     """The bar is updated within a step, so the step would never end."""
     for call in (
         lambda: llm.generate("one", LONG, use_tqdm=False),
         lambda: next(llm.stream("one", LONG)),
         llm.engine.step,
     ):
-        with pytest.raises(NanoEngineError, match="a step is running"):
+        with pytest.raises(NanoEngineError, match="an observer of a step"):
             llm.generate("€", LONG, use_tqdm=Bar(call))
         assert_idle(llm)
     assert texts(llm.generate("one", LONG, use_tqdm=False)) == [ANSWERS["one"]]
 
 
-def test_a_call_inside_the_generator_of_prompts_cuts_its_stream_off(llm: LLM) -> None:
-    """The inner call is answered, and the stream raises an error that explains it."""
+def test_a_call_inside_the_generator_of_prompts_ends_its_stream(llm: LLM) -> None:
+    """The inner call returns its outputs, and the stream raises an error that explains why."""
     inner: list[str] = []
 
     def prompts() -> Iterator[str]:
         yield "one"
         inner.extend(texts(llm.generate("dog", LONG, use_tqdm=False)))
 
-    with pytest.raises(NanoEngineError, match="cut off"):
+    with pytest.raises(NanoEngineError, match="ended by another call"):
         list(llm.stream(prompts(), LONG))
     assert inner == [ANSWERS["dog"]]
     assert_idle(llm)
@@ -210,7 +210,7 @@ def test_calls_of_several_threads_wait_for_each_other(llm: LLM) -> None:
     prompts = list(ANSWERS) * 5
     params = BeamSearchParams(beam_width=2, max_tokens=4)
     talk = [{"role": "user", "content": "hi"}]
-    together = threading.Barrier(6, timeout=PATIENCE_S)
+    together = threading.Barrier(6, timeout=TIMEOUT_S)
     executor(llm).hook = lambda plan: time.sleep(0.0002)  # lets another thread run
 
     def at_once(call: Callable[[], Any]) -> Callable[[], Any]:
@@ -222,7 +222,7 @@ def test_calls_of_several_threads_wait_for_each_other(llm: LLM) -> None:
         at_once(lambda: llm.chat(talk, LONG, chat_template="{{messages}}", use_tqdm=False))
     )
     *generated, searched, chatted = [
-        future.result(PATIENCE_S) for future in [start(call) for call in calls]
+        future.result(TIMEOUT_S) for future in [start(call) for call in calls]
     ]
     for outputs in generated:
         assert texts(outputs) == [ANSWERS[prompt] for prompt in prompts]
@@ -231,78 +231,78 @@ def test_calls_of_several_threads_wait_for_each_other(llm: LLM) -> None:
     assert_idle(llm)
 
 
-def test_a_suspended_stream_keeps_no_other_thread_waiting(llm: LLM) -> None:
-    """The other thread's call is the later one, so the stream ends."""
+def test_a_suspended_stream_does_not_block_other_threads(llm: LLM) -> None:
+    """The call of the other thread is the later one, so it ends the stream."""
     stream = llm.stream(["€"] * 3, LONG, kind="delta")
     next(stream)
     other = start(lambda: llm.generate("one", LONG, use_tqdm=False))
-    assert texts(other.result(PATIENCE_S)) == [ANSWERS["one"]]
-    with pytest.raises(NanoEngineError, match="cut off"):
+    assert texts(other.result(TIMEOUT_S)) == [ANSWERS["one"]]
+    with pytest.raises(NanoEngineError, match="ended by another call"):
         next(stream)
     assert_idle(llm)
 
 
 def test_a_stream_waits_until_another_threads_call_has_ended(llm: LLM) -> None:
-    """Otherwise it would cut off a call that can't be restarted."""
-    inside, go_on = threading.Event(), threading.Event()
+    """Otherwise the stream would end a call that can't be restarted."""
+    inside, resume = threading.Event(), threading.Event()
     shown: list[RequestOutput] = []
 
     def wait(plan: Any) -> None:
         inside.set()
-        assert go_on.wait(PATIENCE_S)
+        assert resume.wait(TIMEOUT_S)
 
     executor(llm).hook = wait
     first = start(lambda: llm.generate(["€", "one"], LONG, use_tqdm=False))
-    assert inside.wait(PATIENCE_S)
+    assert inside.wait(TIMEOUT_S)
     second = start(lambda: shown.extend(llm.stream("dog", LONG)))
     assert not second.done()
     assert not shown
-    go_on.set()
-    assert texts(first.result(PATIENCE_S)) == [ANSWERS["€"], ANSWERS["one"]]
-    second.result(PATIENCE_S)
+    resume.set()
+    assert texts(first.result(TIMEOUT_S)) == [ANSWERS["€"], ANSWERS["one"]]
+    second.result(TIMEOUT_S)
     assert texts(shown) == [ANSWERS["dog"]]
 
 
-def test_close_from_another_thread_ends_the_call_that_runs(llm: LLM) -> None:
-    """Regression: the call raised an AttributeError of a runner without a model, or looped."""
-    run, inside, go_on = executor(llm), threading.Event(), threading.Event()
+def test_close_from_another_thread_ends_the_running_call(llm: LLM) -> None:
+    """Regression: the call raised an AttributeError, because the runner had no model, or looped."""
+    run, inside, resume = executor(llm), threading.Event(), threading.Event()
 
     def wait(plan: Any) -> None:
         inside.set()
-        assert go_on.wait(PATIENCE_S)
+        assert resume.wait(TIMEOUT_S)
         assert not run.is_shut_down, "closed in the middle of a step"
 
     run.hook = wait
     call = start(lambda: llm.generate(["€", "one"], LONG, use_tqdm=False))
-    assert inside.wait(PATIENCE_S)
+    assert inside.wait(TIMEOUT_S)
     closing = start(llm.close)
     with pytest.raises(TimeoutError):
         closing.result(0.1)
-    go_on.set()
+    resume.set()
     with pytest.raises(NanoEngineError, match="closed"):
-        call.result(PATIENCE_S)
-    closing.result(PATIENCE_S)
+        call.result(TIMEOUT_S)
+    closing.result(TIMEOUT_S)
     assert run.is_shut_down
     with pytest.raises(NanoEngineError, match="closed"):
         llm.generate("one", use_tqdm=False)
 
 
-def test_an_engine_may_be_told_to_abort_from_another_thread(llm: LLM) -> None:
+def test_another_thread_may_abort_requests(llm: LLM) -> None:
     """The abort happens between two steps: neither within one, nor after the last one."""
-    inside, at_door = threading.Event(), threading.Event()
+    inside, starting = threading.Event(), threading.Event()
 
     def wait(plan: Any) -> None:
         inside.set()
-        assert at_door.wait(PATIENCE_S)
+        assert starting.wait(TIMEOUT_S)
         time.sleep(0.001)  # Why: scripted steps end before another thread wakes up.
 
     executor(llm).hook = wait
     endless = SamplingParams(max_tokens=None, ignore_eos=True)
     call = start(lambda: llm.generate(["€", "one"], endless, use_tqdm=False))
-    assert inside.wait(PATIENCE_S)
-    aborting = start(lambda: (at_door.set(), llm.engine.abort("0"))[1])
-    request = aborting.result(PATIENCE_S)
-    outputs = call.result(PATIENCE_S)
+    assert inside.wait(TIMEOUT_S)
+    aborting = start(lambda: (starting.set(), llm.engine.abort("0"))[1])
+    request = aborting.result(TIMEOUT_S)
+    outputs = call.result(TIMEOUT_S)
     assert request is not None
     assert [o.outputs[0].finish_reason for o in outputs] == ["abort", "length"]
     check(llm.engine.scheduler)
@@ -321,7 +321,7 @@ def in_child(work: Callable[[], None]) -> int:
             status = 0
         finally:
             os._exit(status)
-    for _ in range(int(PATIENCE_S * 100)):
+    for _ in range(int(TIMEOUT_S * 100)):
         done, status = os.waitpid(pid, os.WNOHANG)
         if done:
             return status
@@ -332,7 +332,7 @@ def in_child(work: Callable[[], None]) -> int:
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
-def test_a_forked_child_is_told_that_it_has_no_engine(make_llm: MakeLLM) -> None:
+def test_a_forked_child_can_not_use_the_engine(make_llm: MakeLLM) -> None:
     """Regression: OpenMP ended the child with its own message. Also while a thread holds locks."""
     with make_llm(ANSWERS) as llm:
         stream = llm.stream("€", LONG, kind="delta")
@@ -354,24 +354,24 @@ def test_a_forked_child_is_told_that_it_has_no_engine(make_llm: MakeLLM) -> None
             assert "LLM(" in repr(llm)
             llm.close()
 
-        held, release = threading.Event(), threading.Event()
+        locked, release = threading.Event(), threading.Event()
 
         def hold() -> None:
-            with llm.engine.lock.held(), llm._calls.lock:
-                held.set()
-                release.wait(PATIENCE_S)
+            with llm.engine.lock.hold(), llm._calls.lock:
+                locked.set()
+                release.wait(TIMEOUT_S)
 
         holder = start(hold)
-        assert held.wait(PATIENCE_S)
+        assert locked.wait(TIMEOUT_S)
         try:
             assert in_child(child) == 0
         finally:
             release.set()
-        holder.result(PATIENCE_S)
+        holder.result(TIMEOUT_S)
         assert texts(llm.generate("one", LONG, use_tqdm=False)) == [ANSWERS["one"]]
 
 
-@pytest.mark.parametrize("hand_on", [pickle.dumps, copy.copy, copy.deepcopy])
-def test_an_llm_that_is_copied_or_sent_says_so(llm: LLM, hand_on: Callable[[Any], Any]) -> None:
-    with pytest.raises(NanoEngineError, match="an LLM can't be copied or sent to a process"):
-        hand_on(llm)
+@pytest.mark.parametrize("copy_llm", [pickle.dumps, copy.copy, copy.deepcopy])
+def test_copying_or_pickling_an_llm_raises(llm: LLM, copy_llm: Callable[[Any], Any]) -> None:
+    with pytest.raises(NanoEngineError, match="an LLM can't be copied or sent to another process"):
+        copy_llm(llm)

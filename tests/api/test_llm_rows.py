@@ -73,7 +73,7 @@ BAD_ROWS: list[tuple[Any, str]] = [
 
 
 @pytest.mark.parametrize(("row", "message"), BAD_ROWS, ids=lambda one: str(one)[:40])
-def test_peer_bug_06_31_a_bad_prompt_is_named_before_anything_runs_or_recorded(
+def test_an_invalid_prompt_raises_before_anything_runs_or_is_recorded(
     make_llm: MakeLLM, row: Any, message: str
 ) -> None:
     """Regression: some of these ended the call, or the step of all running requests."""
@@ -103,7 +103,7 @@ def test_peer_bug_06_31_a_bad_prompt_is_named_before_anything_runs_or_recorded(
         assert_idle(llm)
 
 
-def test_a_closed_llm_is_no_rows_error(make_llm: MakeLLM) -> None:
+def test_a_closed_llm_raises_and_is_not_recorded_as_a_rows_error(make_llm: MakeLLM) -> None:
     """An error of the LLM, not of the row, is raised unchanged."""
     llm = make_llm(ANSWERS)
 
@@ -142,7 +142,7 @@ AS_JSON = "{% for m in messages %}{{ m['content'] | tojson }}{% endfor %}"
     ],
     ids=["printed", "added", "lists", "both", "json"],
 )
-def test_parts_of_text_reach_a_template_in_the_form_it_takes(
+def test_text_parts_reach_a_template_in_the_format_that_it_expects(
     llm: LLM, template: str, shown: str
 ) -> None:
     """Regression: templates that take strings printed the list, with its quotes and braces."""
@@ -153,14 +153,14 @@ def test_parts_of_text_reach_a_template_in_the_form_it_takes(
         assert output.prompt == shown
 
 
-def test_conversations_of_strings_are_left_as_they_are(llm: LLM) -> None:
+def test_conversations_of_strings_are_unchanged(llm: LLM) -> None:
     """For a template that prints JSON, strings stay strings."""
     talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     (output,) = llm.chat(talk, LONG, chat_template=AS_JSON, use_tqdm=False)
     assert output.prompt == '"a""b"'
 
 
-def test_a_message_that_the_template_leaves_out_fails_its_row_alone(llm: LLM) -> None:
+def test_a_message_that_the_template_drops_fails_only_its_row(llm: LLM) -> None:
     users_alone = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
     talks = [TALK, [{"role": "system", "content": "Be brief."}, *TALK]]
     options: dict[str, Any] = {"chat_template": users_alone, "use_tqdm": False}
@@ -189,7 +189,7 @@ def test_a_message_that_the_template_leaves_out_fails_its_row_alone(llm: LLM) ->
         ({"bad_word_ids": (("x",),)}, "bad_word_ids must be integers"),
     ],
 )
-def test_wrong_types_at_the_doors_of_an_engine_are_errors_of_the_tree(
+def test_wrong_types_in_engine_calls_raise_nanoengine_errors(
     changes: dict[str, Any], message: str
 ) -> None:
     """Regression: a salt that can't be encoded ended the step of all requests."""
@@ -209,26 +209,24 @@ def test_wrong_types_at_the_doors_of_an_engine_are_errors_of_the_tree(
         engine.step()
 
 
-def test_numpys_integers_are_integers_at_every_door(llm: LLM) -> None:
+def test_numpy_integers_are_accepted_everywhere(llm: LLM) -> None:
     """Ids, priorities and block ids; queued requests hold Python integers."""
     (output,) = llm.generate([ids("one")], LONG, False, priority=[np.int64(3)])  # type: ignore[list-item]
-    held = range(1, 9)
+    block_ids = range(1, 9)
     assert output.outputs[0].text == ANSWERS["one"]
-    assert llm.evict(np.array(held)) == llm.evict(held) + 1  # type: ignore[arg-type]
+    assert llm.evict(np.array(block_ids)) == llm.evict(block_ids) + 1  # type: ignore[arg-type]
     numbers: Any = [np.int64(5), np.uint8(6)]
     request = llm.engine.add_request("own", numbers, LONG, priority=np.int32(1))  # type: ignore[arg-type]
     assert {type(token_id) for token_id in request.prompt_token_ids} == {int}
     assert type(request.priority) is int
 
 
-def test_a_prompt_refused_because_of_the_watermark_says_so() -> None:
+def test_the_error_of_a_too_long_prompt_mentions_the_watermark() -> None:
     """Regression: the message was "needs 19 KV blocks, the pool has 22", with no explanation."""
     engine = make_engine(num_blocks=23, watermark_frac=0.2)
-    with pytest.raises(
-        CapacityError, match=r"needs 19 KV blocks .* has 22, of which the watermark"
-    ):
+    with pytest.raises(CapacityError, match=r"needs 19 KV blocks .* has 22 and keeps"):
         engine.add_request("a", [1] * 73, SamplingParams())
-    with pytest.raises(CapacityError, match=r"keeps 4 free: .* or lower watermark_frac"):
+    with pytest.raises(CapacityError, match=r"keeps 4 of them free .* or lower watermark_frac"):
         engine.add_request("a", [1] * 73, SamplingParams())
     engine = make_engine(num_blocks=23)
     with pytest.raises(CapacityError, match="the pool has 22: shorten it"):
@@ -238,7 +236,7 @@ def test_a_prompt_refused_because_of_the_watermark_says_so() -> None:
 # --- formats of other libraries -------------------------------------------------------------------
 
 
-def test_the_names_of_vllm_mean_the_same(make_llm: MakeLLM) -> None:
+def test_vllm_names_have_the_same_meaning(make_llm: MakeLLM) -> None:
     """get_tokenizer, get_default_sampling_params, use_tqdm as third argument, no LoRA adapter."""
     with make_llm(ANSWERS, generation_defaults={"temperature": 0.0}) as llm:
         assert llm.get_tokenizer() is llm.tokenizer.backend
@@ -252,7 +250,7 @@ def test_the_names_of_vllm_mean_the_same(make_llm: MakeLLM) -> None:
         assert_idle(llm)
 
 
-def test_prompts_of_vllms_classes_are_plain_dicts(llm: LLM) -> None:
+def test_vllms_prompt_classes_are_dicts(llm: LLM) -> None:
     """TextPrompt and TokensPrompt, with empty multimodal keys."""
     assert nanoengine.text.prompt_forms.TextPrompt is TextPrompt
     prompts = [
@@ -281,7 +279,7 @@ class Column:
         return list(self.values.tolist())
 
 
-def test_arrays_and_columns_of_prompts_are_lists_of_prompts(llm: LLM) -> None:
+def test_arrays_and_columns_are_lists_of_prompts(llm: LLM) -> None:
     """`frame["question"]` and `frame["question"].values`."""
     prompts = list(ANSWERS)
     expected = list(ANSWERS.values())
@@ -307,7 +305,7 @@ def with_part(llm: LLM, part: object) -> Any:
     return llm.chat(talk, LONG, False, chat_template=CHAT_TEMPLATE)
 
 
-REFUSED_CALLS: list[tuple[Callable[[LLM], Any], str]] = [
+INVALID_CALLS: list[tuple[Callable[[LLM], Any], str]] = [
     (lambda llm: llm.generate(["one", "dog"], [LONG] * 3, False), "got 3 for 2 prompts"),
     (lambda llm: llm.generate(["one", "dog"], LONG, False, priority=[1]), "priority.*got 1 for 2"),
     (lambda llm: llm.generate(["one", "dog"], [LONG, {"n": 1}], False), r"sampling_params\[1\]"),
@@ -330,22 +328,22 @@ REFUSED_CALLS: list[tuple[Callable[[LLM], Any], str]] = [
     (lambda llm: llm.beam_search("one", BEAMS, lora_request=5), "lora_request must be None"),
 ]
 for wrong in ("no", None, 1):
-    REFUSED_CALLS += [
+    INVALID_CALLS += [
         (lambda llm, wrong=wrong: llm.generate("one", LONG, use_tqdm=wrong), PROGRESS),
         (lambda llm, wrong=wrong: list(llm.stream("one", LONG, use_tqdm=wrong)), PROGRESS),
     ]
 for wrong in (5, None, b"x"):
-    REFUSED_CALLS.append((lambda llm, wrong=wrong: LLM(wrong), "model must be"))
+    INVALID_CALLS.append((lambda llm, wrong=wrong: LLM(wrong), "model must be"))
 for wrong in (["a"], [1.5], [True], 5, None, [0], [10**9]):
-    REFUSED_CALLS.append((lambda llm, wrong=wrong: llm.evict(wrong), "block ids"))
+    INVALID_CALLS.append((lambda llm, wrong=wrong: llm.evict(wrong), "block ids"))
 for wrong in (None, SamplingParams(), 5):
-    REFUSED_CALLS.append(
+    INVALID_CALLS.append(
         (lambda llm, wrong=wrong: llm.beam_search("one", wrong), "params must be BeamSearchParams")
     )
 
 
-@pytest.mark.parametrize(("call", "message"), REFUSED_CALLS)
-def test_what_a_call_can_not_do_is_an_error_of_the_tree(llm, call, message):
+@pytest.mark.parametrize(("call", "message"), INVALID_CALLS)
+def test_unsupported_arguments_of_calls_raise_nanoengine_errors(llm, call, message):
     """Regression: some raised a TypeError or AttributeError, and "no" counted as true."""
     with pytest.raises((RequestError, ConfigError), match=message):
         call(llm)
@@ -353,13 +351,13 @@ def test_what_a_call_can_not_do_is_an_error_of_the_tree(llm, call, message):
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 3])
-def test_more_answers_than_rows_wait_for_rows(make_llm: MakeLLM, max_num_seqs: int) -> None:
-    """Regression: n above max_num_seqs was refused."""
-    most, params = 0, SamplingParams(n=7, max_tokens=64)
+def test_more_completions_than_rows_wait_for_rows(make_llm: MakeLLM, max_num_seqs: int) -> None:
+    """Regression: n above max_num_seqs raised an error."""
+    highest, params = 0, SamplingParams(n=7, max_tokens=64)
 
     def count(plan: Any) -> None:
-        nonlocal most
-        most = max(most, llm.engine.scheduler.num_running)
+        nonlocal highest
+        highest = max(highest, llm.engine.scheduler.num_running)
 
     with make_llm(ANSWERS, max_num_seqs=max_num_seqs) as llm:
         executor(llm).hook = count
@@ -368,5 +366,5 @@ def test_more_answers_than_rows_wait_for_rows(make_llm: MakeLLM, max_num_seqs: i
             for completion in output.outputs:
                 shown[output.index, completion.index] += completion.text
         assert list(shown.values()) == [ANSWERS["one"]] * 7 + [ANSWERS["dog"]] * 7
-        assert most <= max_num_seqs
+        assert highest <= max_num_seqs
         assert_idle(llm)

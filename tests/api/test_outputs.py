@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from nanoengine.core.plan import TokenLogprob
-from nanoengine.llm_mixins import refused_output
+from nanoengine.llm_mixins import error_output
 from nanoengine.outputs import (
     CompletionOutput,
     Logprob,
@@ -43,7 +43,7 @@ def fake_request(*marks: tuple[float | None, float | None, float | None, float |
         ([(11.0, 12.0, 12.0, 12.0, 1)], 1.0, 2.0, None, 2.0),
     ],
 )
-def test_metrics(marks, queued_s, ttft_s, itl_s, e2e_s):
+def test_metrics_are_differences_of_timestamps(marks, queued_s, ttft_s, itl_s, e2e_s):
     assert request_metrics(fake_request(*marks)) == RequestMetrics(
         queued_s=queued_s,
         prefill_s=None if ttft_s is None else ttft_s - queued_s,
@@ -62,14 +62,14 @@ def test_logprobs_keep_the_sampled_token_first_and_once() -> None:
     assert bare[1].decoded_token is None
 
 
-def test_an_error_output_keeps_its_place_and_says_why() -> None:
+def test_an_error_output_keeps_index_and_key_and_has_the_reason() -> None:
     refused = RefusedPrompt(index=2, text="text", token_ids=[1], message="too long", key=None)
-    output = refused_output("3", refused)
+    output = error_output("3", refused)
     assert (output.index, output.finished, output.error) == (2, True, "too long")
     assert [o.finish_reason for o in output.outputs] == ["error"]
 
 
-def test_outputs_are_frozen_and_know_if_they_grow() -> None:
+def test_outputs_are_frozen_and_report_whether_they_are_finished() -> None:
     growing = CompletionOutput(index=0, text="a", token_ids=[1])
     assert not growing.finished
     with pytest.raises(dataclasses.FrozenInstanceError):

@@ -34,7 +34,7 @@ every_call = pytest.mark.parametrize("call", [generate, stream_a_list, stream_an
 
 
 @every_call
-def test_a_rows_own_parameters_win_over_the_calls(llm: LLM, call: Call) -> None:
+def test_parameters_of_a_row_override_those_of_the_call(llm: LLM, call: Call) -> None:
     """A row without parameters uses the call's; plain prompts may be mixed in."""
     own = SamplingParams(temperature=0, max_tokens=2)
     rows = [Row("€", sampling_params=own, key="a"), "€", Row("€"), Row({"prompt": "dog"}, key="d")]
@@ -52,7 +52,7 @@ def executed(llm: LLM) -> list[int]:
 
 
 @every_call
-def test_a_row_without_parameters_has_the_models_own(make_llm: MakeLLM, call: Call) -> None:
+def test_a_row_without_parameters_uses_the_models_defaults(make_llm: MakeLLM, call: Call) -> None:
     with make_llm(ANSWERS, generation_defaults={"temperature": 0, "max_tokens": 3}) as llm:
         (one, other) = call(llm, [Row("€"), Row("€", sampling_params=LONG)])
         assert len(one.outputs[0].token_ids) == 3
@@ -79,27 +79,27 @@ def test_priorities_come_from_the_row_then_the_call_then_the_parameters(
         assert order == [0, 2, 1], "lower runs first"
 
 
-def test_a_generator_is_pulled_only_as_far_as_needed(make_llm: MakeLLM) -> None:
-    pulled = 0
+def test_a_generator_is_read_only_as_far_as_needed(make_llm: MakeLLM) -> None:
+    num_read = 0
 
     def source() -> Iterator[Row]:
-        nonlocal pulled
+        nonlocal num_read
         for number in range(300):
-            pulled += 1
+            num_read += 1
             yield Row("dog", sampling_params=LONG, key=str(number))
 
     with make_llm(ANSWERS, max_num_seqs=4) as llm:
         for finished, output in enumerate(llm.stream(source()), 1):
             assert (output.key, output.outputs[0].text) == (str(output.index), ANSWERS["dog"])
-            assert pulled - finished <= 4 + LOOK_AHEAD
+            assert num_read - finished <= 4 + LOOK_AHEAD
         assert finished == 300
 
 
-def test_a_beam_search_takes_rows_and_refuses_their_sampling_parameters(llm: LLM) -> None:
+def test_a_beam_search_accepts_rows_without_sampling_parameters(llm: LLM) -> None:
     params = BeamSearchParams(beam_width=2, max_tokens=3)
     plain = llm.beam_search("one", params, use_tqdm=False)
     assert llm.beam_search(Row("one", key="a"), params, use_tqdm=False) == plain
-    with pytest.raises(RequestError, match="a beam search samples nothing"):
+    with pytest.raises(RequestError, match="a beam search does not sample"):
         llm.beam_search([Row("one", sampling_params=LONG)], params, use_tqdm=False)
     assert_idle(llm)
 
@@ -138,14 +138,14 @@ def by_key(outputs: list[RequestOutput]) -> dict[str | None, list[list[int]]]:
     return {o.key: [completion.token_ids for completion in o.outputs] for o in outputs}
 
 
-def test_a_row_draws_by_its_key_in_any_order_alone_and_after_a_resume(demo: LLM) -> None:
+def test_samples_of_a_row_depend_on_its_key_only(demo: LLM) -> None:
     rows = [Row(f"Tell a story about {what}.", key=f"row-{what}") for what in "abcdefgh"]
     expected = by_key(generate(demo, rows, SAMPLED))
     assert len(expected) == 8
     assert len({tuple(tokens) for pair in expected.values() for tokens in pair}) == 16
     shuffled = random.Random(3).sample(rows, len(rows))
-    beside_others = by_key(generate(demo, ["Once", *shuffled, "Once"], SAMPLED))
-    assert {key: tokens for key, tokens in beside_others.items() if key} == expected
+    in_batch = by_key(generate(demo, ["Once", *shuffled, "Once"], SAMPLED))
+    assert {key: tokens for key, tokens in in_batch.items() if key} == expected
     found = by_key(list(demo.stream(iter(shuffled), SAMPLED)))
     assert found == expected
     for row in rows[:3]:
@@ -155,11 +155,11 @@ def test_a_row_draws_by_its_key_in_any_order_alone_and_after_a_resume(demo: LLM)
     assert rest == {row.key: expected[row.key] for row in rows[5:]}
 
 
-def test_the_key_and_the_seed_of_the_job_decide_together(demo: LLM) -> None:
+def test_seeds_derive_from_the_key_and_the_engines_seed(demo: LLM) -> None:
     """Equal keys give equal random numbers; other keys and other job seeds give different ones. A
     row's own seed overrides both, and a row without a key uses its arrival index."""
-    twins = [Row("Once", key="a"), Row("Once", key="a"), Row("Once", key="b"), Row("Once")]
-    one, same, other, unnamed = (o.outputs[0].token_ids for o in generate(demo, twins, SAMPLED))
+    rows = [Row("Once", key="a"), Row("Once", key="a"), Row("Once", key="b"), Row("Once")]
+    one, same, other, unnamed = (o.outputs[0].token_ids for o in generate(demo, rows, SAMPLED))
     assert one == same
     assert len({tuple(tokens) for tokens in (one, other, unnamed)}) == 3
     seeded = SamplingParams(temperature=1.0, seed=7, max_tokens=12)
@@ -170,7 +170,7 @@ def test_the_key_and_the_seed_of_the_job_decide_together(demo: LLM) -> None:
     assert differs.outputs[0].token_ids != one
 
 
-def test_without_keys_seeds_are_those_of_arrival(llm: LLM) -> None:
+def test_without_keys_seeds_derive_from_the_order_of_arrival(llm: LLM) -> None:
     """The seed is xxh3_64 of "seed/arrival", shifted right by 1. These calls keep their tokens."""
     import xxhash
 

@@ -11,10 +11,10 @@ PROMPTS = ["Once upon a time there was a little dog who wanted to play.", "Tom",
 
 
 @pytest.mark.parametrize("options", [{}, {"overlap": True}, {"max_num_batched_tokens": 5}])
-def test_the_scores_are_those_of_a_request_that_goes_on(options):
+def test_scores_equal_those_of_a_request_that_generates(options):
     with LLM(demo_model_path(), num_kv_blocks=32, max_num_seqs=2, **options) as llm:
-        asked = SamplingParams(max_tokens=0, prompt_logprobs=2)
-        scored = llm.generate(PROMPTS, asked, use_tqdm=False)
+        score_only = SamplingParams(max_tokens=0, prompt_logprobs=2)
+        scored = llm.generate(PROMPTS, score_only, use_tqdm=False)
         stats = llm.stats()
         assert stats.output_tokens == stats.decode_tokens == 0
         assert stats.prefill_tokens == sum(len(one.prompt_token_ids) for one in scored)
@@ -24,5 +24,5 @@ def test_the_scores_are_those_of_a_request_that_goes_on(options):
             (completion,) = one.outputs
             assert (completion.token_ids, completion.text) == ([], "")
             assert completion.finish_reason == "length"
-        (growing,) = llm.stream(PROMPTS[0], asked, kind="delta")
+        (growing,) = llm.stream(PROMPTS[0], score_only, kind="delta")
         assert growing.prompt_logprobs == scored[0].prompt_logprobs

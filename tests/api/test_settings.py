@@ -15,7 +15,7 @@ from nanoengine import BeamSearchParams, DiskTier, HostTier, Row
 from nanoengine.errors import ConfigError, NanoEngineError, RequestError
 from nanoengine.settings import vllm_names
 from nanoengine.settings.config import EngineConfig
-from nanoengine.settings.params import GREEDY_BELOW, MOST_TEXTS, SamplingParams
+from nanoengine.settings.params import GREEDY_BELOW, MAX_STRINGS, SamplingParams
 
 CLASSES: dict[type, tuple[dict[str, Any], type[Exception]]] = {
     EngineConfig: ({"model": "m"}, ConfigError),
@@ -52,7 +52,7 @@ FIELDS = [
 
 
 @pytest.mark.parametrize(("cls", "name", "hint"), FIELDS)
-def test_a_value_of_another_type_is_refused_by_name(cls, name, hint):
+def test_a_value_of_a_wrong_type_raises_with_its_name(cls, name, hint):
     needed, error = CLASSES[cls]
     kinds = get_args(hint) if get_origin(hint) in (types.UnionType, typing.Union) else (hint,)
     wrong = [*OBJECTS, *WRONG.get(get_origin(kinds[0]) or kinds[0], ())]
@@ -66,14 +66,14 @@ def test_a_value_of_another_type_is_refused_by_name(cls, name, hint):
 
 
 @pytest.mark.parametrize("cls", CLASSES)
-def test_an_assignment_says_how_to_change_a_copy(cls):
+def test_an_assignment_raises_and_mentions_replace(cls):
     needed, _ = CLASSES[cls]
     name = dataclasses.fields(cls)[0].name
     with pytest.raises(dataclasses.FrozenInstanceError, match=rf"dataclasses.replace\(.*, {name}="):
         setattr(cls(**needed), name, 5)
 
 
-REFUSED: list[tuple[type, dict[str, Any], str]] = [
+INVALID: list[tuple[type, dict[str, Any], str]] = [
     (EngineConfig, {"trust_remote_code": 1}, "trust_remote_code must be True or False, got 1"),
     (EngineConfig, {"revision": 5}, "revision must be a string or None, got 5"),
     (EngineConfig, {"overlap": "no"}, "overlap must be True, False or None, got 'no'"),
@@ -92,13 +92,13 @@ REFUSED: list[tuple[type, dict[str, Any], str]] = [
     (SamplingParams, {"zzz": 5}, "'zzz' of SamplingParams; known: n, presence_penalty, "),
     (SamplingParams, {"min_tokens": 5, "max_tokens": 4}, "at most max_tokens=4, got 5"),
     (SamplingParams, {"n": 2, "temperature": 0}, "n must be 1 when sampling is greedy"),
-    (SamplingParams, {"stop": "x", "detokenize": False}, "stop strings need text"),
+    (SamplingParams, {"stop": "x", "detokenize": False}, "stop strings need detokenize=True"),
     (SamplingParams, {"logit_bias": {3: math.nan}}, r"logit_bias\[3\] must be a finite number"),
 ]
 
 
-@pytest.mark.parametrize(("cls", "options", "message"), REFUSED, ids=lambda one: str(one)[:40])
-def test_messages_name_field_value_and_what_is_allowed(cls, options, message):
+@pytest.mark.parametrize(("cls", "options", "message"), INVALID, ids=lambda one: str(one)[:40])
+def test_messages_contain_field_value_and_allowed_values(cls, options, message):
     needed, error = CLASSES[cls]
     with pytest.raises(error, match=message) as caught:
         cls(**needed | options)
@@ -131,7 +131,7 @@ def test_messages_name_field_value_and_what_is_allowed(cls, options, message):
          ({0: 100.1}, {0: -101}, {-1: 0.0}, {"0": 1.0}, {0: "1"}, {0: True}, {0: None})),
     ],
 )  # fmt: skip
-def test_ranges_of_sampling_params(name, good, bad):
+def test_sampling_params_check_ranges(name, good, bad):
     for value in good:
         SamplingParams(**{name: value})
     for value in bad:
@@ -139,14 +139,14 @@ def test_ranges_of_sampling_params(name, good, bad):
             SamplingParams(**{name: value})
 
 
-@pytest.mark.parametrize("name", list(MOST_TEXTS))
-def test_strings_of_a_request_have_a_limit(name):
+@pytest.mark.parametrize("name", list(MAX_STRINGS))
+def test_strings_of_a_request_are_limited(name):
     """Regression: 50,000 stop strings took 5 ms per token and sequence."""
-    most, most_chars = MOST_TEXTS[name]
-    assert len(getattr(SamplingParams(**{name: ["x"] * most}), name)) == most
-    SamplingParams(**{name: ["x" * most_chars]})
-    for texts in (["x"] * (most + 1), ["x" * most_chars, "y"]):
-        with pytest.raises(RequestError, match=f"{name} must hold at most {most:,} strings"):
+    max_texts, max_chars = MAX_STRINGS[name]
+    assert len(getattr(SamplingParams(**{name: ["x"] * max_texts}), name)) == max_texts
+    SamplingParams(**{name: ["x" * max_chars]})
+    for texts in (["x"] * (max_texts + 1), ["x" * max_chars, "y"]):
+        with pytest.raises(RequestError, match=f"{name} must have at most {max_texts:,} strings"):
             SamplingParams(**{name: texts})
 
 
@@ -160,7 +160,7 @@ def test_strings_of_a_request_have_a_limit(name):
         ({"stop_token_ids": [3], "detokenize": False}, False),
     ],
 )
-def test_parameters_that_go_together(options, is_greedy):
+def test_compatible_parameters_are_accepted(options, is_greedy):
     assert SamplingParams(**options).is_greedy is is_greedy
 
 

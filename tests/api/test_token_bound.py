@@ -79,7 +79,7 @@ BOUNDS = {name: TokenBound(tokenizer) for name, tokenizer in BOUND.items()}
 
 def is_bound(name: str, text: str) -> bool:
     """Whether a text has at least as many tokens as the bound."""
-    return BOUNDS[name].at_least(text) <= len(BOUND[name].encode(text, add_special_tokens=False))
+    return BOUNDS[name].lower_bound(text) <= len(BOUND[name].encode(text, add_special_tokens=False))
 
 
 @pytest.mark.parametrize("name", BOUND)
@@ -98,7 +98,7 @@ def test_long_texts_have_many_tokens(name: str) -> None:
     """The longest tokens are 16 bytes; four normalizers may turn one character into 81."""
     most = 3000 if name == "normalized" else 40
     for text in ("x" * 10_000, "the dog and the cat " * 500, "你好" * 5000):
-        assert BOUNDS[name].at_least(text) >= len(text) // most
+        assert BOUNDS[name].lower_bound(text) >= len(text) // most
 
 
 REMOVED = {"type": "Split", "pattern": {"String": "x"}, "behavior": "Removed", "invert": False}
@@ -119,14 +119,14 @@ REMOVED = {"type": "Split", "pattern": {"String": "x"}, "behavior": "Removed", "
     ids=lambda parts: next(iter(parts)),
 )
 def test_nothing_is_told_of_a_tokenizer_that_may_drop_text(parts: dict[str, Any]) -> None:
-    assert TokenBound(changed(byte_level(), **parts)).at_least("x" * 1000) == 0
+    assert TokenBound(changed(byte_level(), **parts)).lower_bound("x" * 1000) == 0
 
 
 def test_nothing_is_told_of_a_vocabulary_that_lacks_letters_or_has_affixes() -> None:
     spec = json.loads(byte_fallback().definition())
     for change in ({"byte_fallback": False}, {"end_of_word_suffix": "</w>"}):
         model = copy.deepcopy(spec["model"]) | change
-        assert TokenBound(changed(byte_fallback(), model=model)).at_least("x" * 1000) == 0
+        assert TokenBound(changed(byte_fallback(), model=model)).lower_bound("x" * 1000) == 0
 
 
 def test_nfc_leaves_the_ranges_alone_that_it_is_said_to() -> None:

@@ -15,7 +15,7 @@ import torch
 
 from nanoengine import BeamSearchParams, SamplingParams
 from nanoengine.build import build_engine
-from nanoengine.checkpoint.find import share_of_memory
+from nanoengine.checkpoint.find import resolve_memory
 from nanoengine.errors import ConfigError
 from nanoengine.settings.checks import check_value
 from nanoengine.settings.config import EngineConfig
@@ -45,7 +45,7 @@ def every_warning_is_an_error() -> Any:
 
 
 @pytest.mark.parametrize(
-    ("options", "ours"),
+    ("options", "expected"),
     [
         ({"dtype": torch.bfloat16}, {"dtype": "bfloat16"}),
         ({"num_gpu_blocks_override": None}, {}),
@@ -54,18 +54,18 @@ def every_warning_is_an_error() -> Any:
         ({"speculative_config": None, "hf_overrides": {}, "enable_sleep_mode": np.False_}, {}),
     ],
 )
-def test_values_that_ask_for_nothing_are_taken_without_a_word(options, ours):
-    assert changed(config(**options), DEFAULT) == ours
+def test_values_without_effect_are_accepted_silently(options, expected):
+    assert changed(config(**options), DEFAULT) == expected
 
 
-def test_what_has_no_effect_is_reported_once_at_the_callers_line():
+def test_options_without_effect_warn_once_at_the_callers_line():
     media = {"image": 0, "video": np.int64(0)}
-    for make, named in (
+    for make, message in (
         (lambda: config(swap_space=4, seed=None), r"swap_space \(.*\), seed=None"),
         (lambda: config(limit_mm_per_prompt=media), "limit_mm_per_prompt"),
         (lambda: SamplingParams(skip_clone=True), "skip_clone"),
     ):
-        with pytest.warns(UserWarning, match=f"no effect in nanoengine: {named}") as caught:
+        with pytest.warns(UserWarning, match=f"no effect in nanoengine: {message}") as caught:
             assert make() in (DEFAULT, SamplingParams())
         assert [one.filename for one in caught] == [__file__]
 
@@ -73,37 +73,37 @@ def test_what_has_no_effect_is_reported_once_at_the_callers_line():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"enable_lora": "no"}, "enable_lora='no' can't be obeyed: LoRA"),
+        ({"enable_lora": "no"}, "enable_lora='no' is not supported: LoRA"),
         ({"gpu_memory_utilization": 0.5, "memory_fraction": 0.5}, "set one"),
         ({"num_gpu_blocks_override": 9, "num_kv_blocks": 9}, "another name of num_kv_blocks"),
         ({"num_gpu_blocks_override": "9"}, "num_kv_blocks must be an integer or None, got '9'"),
         ({"gpu_memory_utilisation": 0.9}, "did you mean 'gpu_memory_utilization'"),
     ],
 )
-def test_what_cannot_be_obeyed_is_refused_with_the_reason(options, message):
+def test_unsupported_options_raise_with_the_reason(options, message):
     with pytest.raises(ConfigError, match=message):
         config(**options)
 
 
-def test_a_share_of_a_gpu_means_nothing_on_a_cpu() -> None:
+def test_gpu_memory_utilization_has_no_effect_on_a_cpu() -> None:
     given = config(gpu_memory_utilization=0.9)
-    on_gpu = share_of_memory(given, torch.device("cuda"))
+    on_gpu = resolve_memory(given, torch.device("cuda"))
     assert changed(on_gpu, DEFAULT) == {"memory_fraction": 0.9}
     with pytest.warns(UserWarning, match=r"no effect .*gpu_memory_utilization=0.9 \(there is no"):
-        assert share_of_memory(given, torch.device("cpu")) == DEFAULT
-    assert share_of_memory(DEFAULT, torch.device("cpu")) is DEFAULT
+        assert resolve_memory(given, torch.device("cpu")) == DEFAULT
+    assert resolve_memory(DEFAULT, torch.device("cpu")) is DEFAULT
 
 
 @pytest.mark.parametrize(
-    ("options", "ours"),
+    ("options", "expected"),
     [
         ({"seed": -1}, {}),
         ({"logprobs": True, "prompt_logprobs": True}, {"logprobs": 1, "prompt_logprobs": 1}),
         ({"best_of": 1, "use_beam_search": False, "structured_outputs": None}, {}),
     ],
 )
-def test_values_of_sampling_params(options, ours):
-    assert changed(SamplingParams(**options), SamplingParams()) == ours
+def test_vllm_values_of_sampling_params_are_converted(options, expected):
+    assert changed(SamplingParams(**options), SamplingParams()) == expected
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_values_of_sampling_params(options, ours):
         (PoolingParams, NAMES["PoolingParams"]),
     ],
 )
-def test_what_a_table_names_fails_the_check_of_fields(cls, table):
+def test_listed_names_fail_the_check_of_fields(cls, table):
     """Otherwise the table would not be used, and vLLM's value would be accepted as ours."""
     kinds = get_type_hints(cls)
     for name, meaning in table.items():
@@ -130,7 +130,7 @@ def test_what_a_table_names_fails_the_check_of_fields(cls, table):
 # --- effects --------------------------------------------------------------------------------------
 
 
-def test_logprobs_of_minus_one_are_those_of_the_whole_vocabulary() -> None:
+def test_logprobs_minus_1_are_those_of_the_whole_vocabulary() -> None:
     options = {"device": "cpu", "attention_backend": "naive", "num_kv_blocks": 64}
     engine = build_engine(EngineConfig(model=checkpoint("qwen3"), **options))
     prompts = random_prompts(1, [5])
@@ -147,7 +147,7 @@ def test_logprobs_of_minus_one_are_those_of_the_whole_vocabulary() -> None:
     assert len(request.prompt_logprobs) == 4
 
 
-def test_bfloat16_on_a_cpu_picks_a_backend_that_works() -> None:
+def test_bfloat16_on_a_cpu_selects_a_backend_that_supports_it() -> None:
     for dtype, backend in (("bfloat16", "cpu"), ("half", "naive"), ("float32", "cpu")):
         config = EngineConfig.from_kwargs(
             model=checkpoint("llama"), device="cpu", dtype=dtype, num_kv_blocks=64

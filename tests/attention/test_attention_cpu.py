@@ -1,4 +1,4 @@
-"""The numba attention kernels against the naive backend, and the same bits for any batch."""
+"""The numba attention kernels compared with the naive backend; equal bits in any batch."""
 
 import doctest
 import itertools
@@ -27,8 +27,8 @@ from tests.support.attention_cases import CPU, Paged
 # Up to a thousand products are added in another order: float64 keeps about 1e-15 of values near 1,
 # float32 1e-6.
 TOLERANCE = {torch.float64: 1e-13, torch.float32: 5e-6}
-# Decodes within, at and after block, tile and split boundaries; a draft; chunks with and without
-# context.
+# Decodes within, at and after boundaries of blocks, tiles and splits; a draft; chunks with and
+# without context.
 LENGTHS = [
     (1, 1),
     (1, 16),
@@ -76,8 +76,8 @@ def check(**options) -> None:
     ],
     ids=str,
 )  # fmt: skip
-def test_equals_the_oracle(options, dtype, kv_dtype):
-    """A rounded cache has the bounds of a float one, because both backends store equal values."""
+def test_equals_the_naive_backend(options, dtype, kv_dtype):
+    """The tolerance is the same for a rounded cache, because both backends store equal values."""
     check(dtype=dtype, kv_dtype=kv_dtype, **options)
 
 
@@ -95,7 +95,7 @@ def test_sliding_windows_never_touch_blocks_before_them(sliding_window):
     "options",
     [{}, {"group_size": 5}, {"head_dim": 80}, {"head_dim": 8}, {"block_size": 8}, {"sinks": 2.0}],
 )
-def test_bfloat16_is_off_by_its_roundings(options, kv_dtype):
+def test_bfloat16_differs_only_by_its_rounding(options, kv_dtype):
     """Queries and weights are rounded too. Scores have errors of 2 ** -8; half are near 0."""
     paged = Paged(lengths=LENGTHS, dtype=torch.float32, kv_dtype=kv_dtype, **options)
     exact = paged.run("naive")
@@ -106,9 +106,11 @@ def test_bfloat16_is_off_by_its_roundings(options, kv_dtype):
     assert 1e-4 < error.max() < 0.02
 
 
-def test_a_cache_of_another_dtype_is_refused():
+def test_an_unsupported_cache_dtype_raises():
     options = {"device": CPU, "dtype": torch.float64, "head_dim": 64, "block_size": 16}
-    with pytest.raises(ConfigError, match="cpu keeps no bfloat16 beside float64 KV cache"):
+    with pytest.raises(
+        ConfigError, match="cpu does not support a KV cache of bfloat16 for a float64"
+    ):
         make_backend("cpu", **options, kv_dtype=torch.bfloat16)
 
 
@@ -164,10 +166,10 @@ def test_a_chunk_has_the_same_bits_as_the_whole_prompt(dtype, kv_dtype):
         paged.dtype = dtype
         return paged.run("cpu")
 
-    whole = run(333)
-    assert whole.isfinite().all()
+    expected = run(333)
+    assert expected.isfinite().all()
     for query_len in (17, 40, 172):  # more than one tile of queries, so the context is not split
-        assert torch.equal(run(query_len), whole[-query_len:])
+        assert torch.equal(run(query_len), expected[-query_len:])
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3, 7])
@@ -202,8 +204,9 @@ def test_tasks_cover_every_query_and_key_once_and_balance(threads):
     assert sum(merges[:, COUNT]) == num_partials == len(parts)
 
 
-def test_queries_that_nobody_wants_are_left_out_of_chunks():
-    """Here the chunk of 33 needs its middle, the one of 40 nothing. Decodes are unchanged."""
+def test_chunks_compute_only_the_required_queries():
+    """The chunk of 33 needs only queries in its middle, the chunk of 40 none. Decodes are
+    unchanged."""
     paged = Paged(lengths=LENGTHS)
     starts, lengths = (x.numpy() for x in (paged.batch.query_start_loc, paged.batch.seq_lens))
     rows = torch.tensor([0, starts[8] + 20, starts[8] + 9, starts[8] + 20]).numpy()
@@ -252,15 +255,15 @@ def test_decodes_that_share_a_prefix_attend_it_together_bit_for_bit(
     # Split 0 has five users, split 1 four of them; with 16 query heads per KV head, two at a time.
     riders = len(parts) - sum(tasks[:, PARTIAL] >= 0)
     assert riders == 2 * {1: 7, 2: 7, 16: 4, 20: 0}[group_size]
-    whole = paged.run("cpu")
-    assert (whole - paged.run("naive")).abs().max() < 2e-5
+    shared = paged.run("cpu")
+    assert (shared - paged.run("naive")).abs().max() < 2e-5
     alone = []
     for i, length in enumerate(SHARED):
         lone = Paged(lengths=[length], seeds=[i], **shape)
         lone.dense[0] = paged.dense[i]
         lone.fused = paged.dense[i][-length[0] :].flatten(1)
         alone.append(lone.run("cpu"))
-    assert torch.equal(torch.cat(alone), whole)
+    assert torch.equal(torch.cat(alone), shared)
 
 
 @pytest.mark.parametrize("kv_dtype", [torch.float32, torch.bfloat16, torch.int8])
@@ -277,7 +280,7 @@ def test_a_nan_stays_in_its_sequence(kv_dtype):
 
 @pytest.mark.parametrize("kv_dtype", [torch.float32, torch.bfloat16, torch.int8])
 @pytest.mark.parametrize("block_size", [8, 16, 128])
-def test_stores_keys_and_values_where_the_slots_say(block_size, kv_dtype):
+def test_keys_and_values_are_stored_in_their_slots(block_size, kv_dtype):
     """Rounds to bfloat16 and int8 as torch does: to nearest, ties to even."""
     paged = Paged(
         lengths=[(1, 20), (3, 130)], dtype=torch.float32, kv_dtype=kv_dtype, block_size=block_size
@@ -303,7 +306,7 @@ def test_stores_keys_and_values_where_the_slots_say(block_size, kv_dtype):
     assert torch.equal(cache.v_cache.nan_to_num(9), expected[1].nan_to_num(9))
 
 
-def test_heads_that_do_not_lie_side_by_side():
+def test_heads_that_are_not_adjacent_in_memory():
     paged = Paged(lengths=[(1, 20), (3, 30)])
     plain = paged.run("cpu")
     q, k, v = (x.repeat_interleave(2, 1)[:, ::2] for x in paged.qkv())
@@ -311,7 +314,7 @@ def test_heads_that_do_not_lie_side_by_side():
     assert torch.equal(paged.run("cpu"), plain)
 
 
-def test_leaves_torch_its_thread_count():
+def test_the_thread_count_of_torch_is_unchanged():
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(1)
@@ -331,7 +334,7 @@ def test_leaves_torch_its_thread_count():
         ({"block_size": 4}, "power of two"),
     ],
 )
-def test_refuses_what_it_cannot_compute(options, message):
+def test_unsupported_arguments_raise(options, message):
     good = {"device": CPU, "dtype": torch.float32, "head_dim": 64, "block_size": 16}
     with pytest.raises(ConfigError, match=message):
         make_backend("cpu", **{**good, **options})
@@ -339,7 +342,7 @@ def test_refuses_what_it_cannot_compute(options, message):
 
 @pytest.mark.parametrize("kv_dtype", [torch.float32, torch.bfloat16, torch.int8])
 def test_the_number_of_workers_changes_no_bit(kv_dtype):
-    """This includes more workers than cores. With many workers, a chunk's tasks have fewer rows."""
+    """Also with more workers than cores. With many workers, a chunk's tasks have fewer rows."""
     paged = Paged(lengths=[*LENGTHS, (200, 260)], dtype=torch.float32, kv_dtype=kv_dtype)
     backend = make_backend("cpu", device=CPU, dtype=torch.float32, head_dim=64, block_size=16)
     found = []
@@ -360,16 +363,16 @@ def test_the_number_of_workers_changes_no_bit(kv_dtype):
         ([(1, 1024)] * 64, 1.05),
     ],
 )
-def test_no_worker_has_much_more_to_do_than_the_others(lengths, at_64):
+def test_the_work_is_balanced_over_workers(lengths, at_64):
     """The cost of the busiest worker relative to the mean, 10 and 5 heads, 2 to 64 workers."""
     starts = torch.tensor([0, *(q for q, _ in lengths)]).cumsum(0).int().numpy()
     seq_lens = torch.tensor([n for _, n in lengths]).int().numpy()
     tables = torch.arange(len(lengths) * 64).int().view(len(lengths), 64).numpy()
-    for workers, most in ((2, 1.05), (4, 1.1), (16, 1.1), (64, at_64)):
+    for workers, max_ratio in ((2, 1.05), (4, 1.1), (16, 1.1), (64, at_64)):
         tasks, bounds, *_ = plan_tasks(
             starts, seq_lens, query_ranges(starts, None), tables, 2, 5, 64, 1 << 62, workers
         )
         rows = 2 * tasks[:, NUM_QUERIES]
         costs = (tasks[:, KV_STOP] - tasks[:, KV_START] + 16) * (rows + 8)
         shares = [costs[lo:hi].sum() for lo, hi in itertools.pairwise(bounds)]
-        assert max(shares) <= most * costs.sum() / workers
+        assert max(shares) <= max_ratio * costs.sum() / workers

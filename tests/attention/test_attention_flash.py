@@ -103,7 +103,7 @@ def fake_flash_attn_3(calls):
         calls.append("kvcache 3")
         assert max_seqlen_q == cu_seqlens_q.diff().max()
         window_and_cap = (*window_size, softcap > 0.0)
-        assert scheduler_metadata is None or scheduler_metadata.made_for == (
+        assert scheduler_metadata is None or scheduler_metadata.arguments == (
             len(cache_seqlens), max_seqlen_q, page_table.shape[1] * k_cache.shape[1], q.shape[1],
             k_cache.shape[2], q.shape[2], k_cache.shape[1], q.dtype, *window_and_cap,
         )  # fmt: skip
@@ -122,7 +122,7 @@ def fake_flash_attn_3(calls):
         assert causal
         assert len(cu_seqlens_q) == len(cache_seqlens) + 1 == batch_size + 1
         plan = types.SimpleNamespace()
-        plan.made_for = (
+        plan.arguments = (
             batch_size, max_seqlen_q, max_seqlen_k, num_heads_q, num_heads_kv, headdim, page_size,
             qkv_dtype, *window_size, has_softcap,
         )  # fmt: skip
@@ -164,14 +164,14 @@ def test_any_batch_is_one_varlen_call(calls, lengths, options):
 
 @pytest.mark.parametrize("options", SHAPES)
 @pytest.mark.parametrize("lengths", [[(1, 70), (3, 20)], [(1, 3), (1, 65)]])
-def test_hopper_takes_flash_attention_3_where_installed(calls, monkeypatch, lengths, options):
+def test_hopper_uses_flash_attention_3_if_installed(calls, monkeypatch, lengths, options):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     case = make_case(*lengths, block_size=64, dtype=torch.float16, **options)
     case.check(FlashAttnBackend(**OPTIONS | {"block_size": 64}))
     assert calls == ["plan", "kvcache 3"]
 
 
-def test_a_step_plans_once_for_all_layers_that_attend_alike(calls, monkeypatch):
+def test_layers_of_one_kind_share_a_plan(calls, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     backend = FlashAttnBackend(**OPTIONS | {"block_size": 64})
     case = make_case((1, 70), (1, 20), block_size=64, dtype=torch.float16)
@@ -191,7 +191,7 @@ def test_an_older_flash_attention_3_plans_in_each_layer(calls, monkeypatch):
     assert calls == ["kvcache 3"]
 
 
-def test_hopper_without_flash_attention_3_takes_2(calls, monkeypatch):
+def test_hopper_without_flash_attention_3_uses_2(calls, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setitem(sys.modules, "flash_attn_interface", None)
     backend = FlashAttnBackend(**OPTIONS)
@@ -205,19 +205,21 @@ def test_hopper_without_flash_attention_3_takes_2(calls, monkeypatch):
         ({"head_dim": 257}, "head dims from 8 to 256 in steps of 8, got 257"),
         ({"head_dim": 100}, "head dims from 8 to 256 in steps of 8, got 100"),
         ({"block_size": 64}, "multiple of 256, got 64"),
-        ({"device": torch.device("cpu")}, "runs on cuda, got cpu"),
+        ({"device": torch.device("cpu")}, "supports cuda, got cpu"),
     ],
 )
-def test_refuses_what_it_can_not_do(calls, change, words):
+def test_unsupported_arguments_raise(calls, change, words):
     with pytest.raises(ConfigError, match=words):
         FlashAttnBackend(**OPTIONS | change)
 
 
-def test_refuses_sinks():
+def test_sinks_raise():
     backend = FlashAttnBackend.__new__(FlashAttnBackend)
     config = load_model_config(checkpoint("gpt_oss"))
     context = make_context(kernels=Kernels(backend))
-    with pytest.raises(ConfigError, match="flash_attn does not compute this model's attention sin"):
+    with pytest.raises(
+        ConfigError, match="'flash_attn' does not support this model's attention sin"
+    ):
         GenericAttention("self_attn", 0, config, context)
 
 
@@ -231,7 +233,7 @@ def test_refuses_sinks():
         ((9, 0), "flash_attn", MissingDependencyError, "FlashAttention-2 or, on Hopper, -3"),
     ],
 )
-def test_what_is_missing_is_named(calls, monkeypatch, capability, package, error, words):
+def test_a_missing_package_or_gpu_is_named(calls, monkeypatch, capability, package, error, words):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
     module = package and types.ModuleType(package)
     monkeypatch.setitem(sys.modules, "flash_attn", module)
@@ -240,7 +242,7 @@ def test_what_is_missing_is_named(calls, monkeypatch, capability, package, error
         FlashAttnBackend(**OPTIONS)
 
 
-def test_a_broken_package_says_what_it_lacks(calls, monkeypatch, tmp_path):
+def test_a_broken_package_raises_its_own_error(calls, monkeypatch, tmp_path):
     (tmp_path / "flash_attn.py").write_text("import a_library_that_is_not_there\n")
     monkeypatch.delitem(sys.modules, "flash_attn")
     monkeypatch.syspath_prepend(tmp_path)

@@ -37,7 +37,7 @@ def test_any_block_size_and_head_dim(block_size, head_dim):
     torch.testing.assert_close(paged.run("naive"), dense_attention(paged), rtol=0, atol=1e-12)
 
 
-def test_softcap_bends_the_scores():
+def test_softcap_limits_the_scores():
     paged = Paged(lengths=[(2, 2)], num_kv_heads=1, group_size=1, softcap=0.5)
     q, k, v = (x[:, 0] for x in paged.qkv())
     scores = 0.5 * torch.tanh(q[1] @ k.T * paged.spec.scale / 0.5)
@@ -46,7 +46,7 @@ def test_softcap_bends_the_scores():
 
 
 @pytest.mark.parametrize("sliding_window", [None, 9])
-def test_a_sink_takes_its_share_of_the_softmax(sliding_window):
+def test_a_sink_adds_to_the_sum_of_the_softmax(sliding_window):
     """A sink equals one more key that every query attends to and whose value is 0."""
     paged = Paged(lengths=LENGTHS, sinks=3.0, sliding_window=sliding_window)
     heads, k_heads, outputs = paged.spec.num_heads, paged.num_kv_heads, []

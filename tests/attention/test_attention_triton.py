@@ -1,4 +1,4 @@
-"""The Triton kernels against the naive backend: on the GPU if there is one, else interpreted."""
+"""The Triton kernels compared with the naive backend, on a GPU or interpreted."""
 
 from dataclasses import replace
 
@@ -13,8 +13,8 @@ from tests.support.attention_cases import DEVICE, backend_of, make_case
 
 pytestmark = [
     pytest.mark.guards("nanoengine/attention/*.py", "tests/support/attention_cases.py"),
-    # The interpreter's numpy warns where a GPU is silent: softcap needs exp2(large) = inf, and
-    # padding rows of a windowed tile attend to no key and are never stored.
+    # numpy in the interpreter warns about values that are correct on a GPU: exp2(large) = inf for a
+    # softcap, and padding rows of a windowed tile, which attend to no key and are never stored.
     pytest.mark.filterwarnings("ignore:overflow encountered in exp2"),
     pytest.mark.filterwarnings("ignore:invalid value encountered in divide"),
 ]
@@ -87,11 +87,11 @@ def test_head_dims_and_dtypes(head_dim, dtype):
     ],
     ids=str,
 )  # fmt: skip
-def test_equals_the_oracle(small, lengths, options):
+def test_equals_the_naive_backend(small, lengths, options):
     run(*lengths, **options)
 
 
-def test_one_token_beside_thirty_with_default_tiles():
+def test_one_token_and_a_chunk_of_thirty_with_default_tiles():
     run((1, 50), (30, 70), group_size=2, dtype=torch.float16)
 
 
@@ -102,7 +102,7 @@ def test_long_sequences_get_longer_splits(monkeypatch):
     run((1, 140), (1, 5), sliding_window=90)
 
 
-def test_more_splits_than_one_step_of_combine(small, monkeypatch):
+def test_more_splits_than_are_combined_at_a_time(small, monkeypatch):
     config = replace(SMALL, split_tokens=16)
     monkeypatch.setattr(module, "kernel_config", lambda *shape: config)
     case = make_case((1, 280))
@@ -112,7 +112,7 @@ def test_more_splits_than_one_step_of_combine(small, monkeypatch):
 
 
 @pytest.mark.parametrize("window", [5, 33])
-def test_blocks_before_the_window_may_be_gone(small, window):
+def test_blocks_before_the_window_may_be_freed(small, window):
     case = make_case((1, 75), (10, 60), sliding_window=window, block_size=16)
     for row, first_needed in ((0, 75 - window), (1, 50 - window + 1)):
         case.batch.block_tables[1, row, : max(first_needed, 0) // 16] = 0
@@ -129,7 +129,7 @@ def test_window_with_keys_wider_than_a_block(monkeypatch):
     case.check(backend_of(case))
 
 
-def test_a_row_does_not_depend_on_its_neighbours(small):
+def test_a_row_does_not_depend_on_other_rows(small):
     alone = run((1, 70))
     for others in (((1, 3), (1, 130)), ((3, 20),)):
         together = run((1, 70), *others)
@@ -139,7 +139,7 @@ def test_a_row_does_not_depend_on_its_neighbours(small):
     assert torch.equal(together[:9], alone)
 
 
-def test_splits_are_merged_alike_by_any_number_of_programs(small, monkeypatch):
+def test_merged_splits_are_independent_of_the_number_of_programs(small, monkeypatch):
     case, outs = make_case((1, 3), (1, 90), num_kv_heads=2), []
     backend = backend_of(case)
     splits = backend._splits
@@ -153,7 +153,7 @@ def test_splits_are_merged_alike_by_any_number_of_programs(small, monkeypatch):
     assert torch.equal(outs[0], outs[2])
 
 
-def test_more_sequences_than_an_axis_of_a_grid_has_room_for(monkeypatch):
+def test_more_sequences_than_the_limit_of_a_grid_axis(monkeypatch):
     grids, count = [], 70_000
 
     class Grids:
@@ -188,7 +188,7 @@ def test_padding_rows_of_length_zero_give_zeros(small, deterministic):
     assert torch.isfinite(out[0]).all()
 
 
-def test_peer_bug_25_store_takes_rows_of_any_size_and_writes_nothing_else():
+def test_a_store_of_rows_of_any_size_writes_only_its_slots():
     case = make_case((1, 20), (3, 40), num_kv_heads=3, head_dim=80)  # 240 values per token
     before = case.k_cache.clone(), case.v_cache.clone()
     slots = case.batch.slot_mapping[1]
@@ -208,16 +208,16 @@ def test_peer_bug_25_store_takes_rows_of_any_size_and_writes_nothing_else():
         ({"block_size": 48}, "power of two from 16, got 48"),
     ],
 )
-def test_refuses_what_it_can_not_do(change, words):
+def test_unsupported_arguments_raise(change, words):
     options = {"device": DEVICE, "dtype": torch.float32, "head_dim": 64, "block_size": 16}
     with pytest.raises(ConfigError, match=words):
         TritonBackend(**options | change)
 
 
-def test_refuses_the_cpu_unless_interpreted(monkeypatch):
+def test_the_cpu_raises_unless_interpreted(monkeypatch):
     options = {"device": torch.device("cpu"), "head_dim": 64, "block_size": 16}
     monkeypatch.setattr(TritonBackend, "device_type", "cuda")
-    with pytest.raises(ConfigError, match="runs on cuda, got cpu"):
+    with pytest.raises(ConfigError, match="supports cuda, got cpu"):
         TritonBackend(dtype=torch.float32, **options)
     monkeypatch.setattr(TritonBackend, "device_type", None)
     with pytest.raises(ConfigError, match="bfloat16 wrongly"):
@@ -225,8 +225,8 @@ def test_refuses_the_cpu_unless_interpreted(monkeypatch):
 
 
 @pytest.mark.parametrize(("kv_heads", "splits"), [(1, 128), (2, 128), (4, 64), (8, 32), (16, 32)])
-def test_one_long_sequence_uses_a_whole_card(kv_heads, splits):
-    """Of 132 SMs, one long sequence with one KV head used 32."""
+def test_one_long_sequence_uses_the_whole_gpu(kv_heads, splits):
+    """Before, one long sequence with one KV head used 32 of 132 SMs."""
     case = make_case((1, 2), num_kv_heads=kv_heads)
     case.batch.max_seq_len = 256 * 200
     found = backend_of(case)._splits(case.batch, case.spec)
@@ -236,7 +236,7 @@ def test_one_long_sequence_uses_a_whole_card(kv_heads, splits):
 
 @pytest.mark.parametrize("arch", [80, 86, 89, 90, 100, 120])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_tile_sizes_fit_together(arch, dtype):
+def test_tile_sizes_are_consistent(arch, dtype):
     for head_dim in (64, 80, 96, 128, 256):
         for group_size in (1, 2, 3, 7, 8, 16, 48, 71):
             config = kernel_config(arch, head_dim, group_size, dtype)

@@ -1,5 +1,5 @@
-"""KV caches in fp8, int8 and bfloat16 against float32: rounding, the effect on attention and
-logits, and unsupported models."""
+"""KV caches in fp8, int8 and bfloat16 compared with float32: rounding errors, their effect on
+attention and logits, and unsupported models."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 from nanoengine.attention import make_backend
 from nanoengine.attention.kv_quantization import (
     FP8,
-    LARGEST,
+    FP8_MAX,
     from_fp8,
     from_int8,
     hadamard,
@@ -28,13 +28,13 @@ from tests.support.engines import checkpoint, greedy, make_engine, random_prompt
 CPU = torch.device("cpu")
 
 
-def numbers(*shape, seed=0):
+def random_values(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 @pytest.mark.parametrize("scale", [1.0, 0.01, 3.0])
-def test_rounding_is_off_by_a_sixteenth_at_most(scale):
-    x = numbers(4000) * 20 * scale
+def test_the_rounding_error_is_at_most_a_sixteenth(scale):
+    x = random_values(4000) * 20 * scale
     x[:1000] *= 1e-4
     error = (from_fp8(to_fp8(x, scale), scale, torch.float64) - x).abs()
     bound = torch.maximum(x.abs() / 16, torch.tensor(2.0**-10) * scale)
@@ -42,16 +42,16 @@ def test_rounding_is_off_by_a_sixteenth_at_most(scale):
     assert (error > 0.9 * x.abs() / 16).any(), "the bound is reached"
 
 
-def test_what_is_too_large_is_held_and_nan_stays():
+def test_large_values_are_clamped_and_nan_stays_nan():
     x = torch.tensor([448.0, 449.0, 1e6, -1e6, float("inf"), float("nan")])
     out = to_fp8(x, 1.0).float()
-    assert out[:5].tolist() == [LARGEST, LARGEST, LARGEST, -LARGEST, LARGEST]
+    assert out[:5].tolist() == [FP8_MAX, FP8_MAX, FP8_MAX, -FP8_MAX, FP8_MAX]
     assert out[5].isnan()
     assert to_fp8(x[:2], 2.0).float().tolist() == [224.0, 224.0]
 
 
 @pytest.mark.parametrize("window", [None, 20])
-def test_attention_moves_no_further_than_rounding_allows(window):
+def test_the_error_of_attention_is_bounded_by_the_rounding(window):
     """Scores change by at most d = scale * sum |q| |k| / 16, so weights by a factor of at most
     e ** 2d, and values by a sixteenth."""
     case = make_case((1, 60), (7, 40), group_size=2, head_dim=32, sliding_window=window)
@@ -64,8 +64,8 @@ def test_attention_moves_no_further_than_rounding_allows(window):
     largest_v = case.v_cache.nan_to_num().abs().amax().maximum(case.v.abs().amax())
     case.k_cache, case.v_cache = stored
     out = case.run(backend_of(case, "naive"))
-    moved = case.spec.scale * case.q.abs().sum(-1, keepdim=True) * largest_k / 16
-    bound = torch.expm1(2 * moved) * largest_v * (1 + 1 / 16) + largest_v / 16
+    errors = case.spec.scale * case.q.abs().sum(-1, keepdim=True) * largest_k / 16
+    bound = torch.expm1(2 * errors) * largest_v * (1 + 1 / 16) + largest_v / 16
     error = (out - exact).abs()
     assert (error <= bound).all()
     assert 0.001 < error.max() < 0.1, "far below the bound, and not nothing"
@@ -92,22 +92,22 @@ def logprobs_of(directory, prompts, **options):
 
 # name -> block size relative to float32 with 32-wide heads, bounds of the mean error, and whether
 # the cpu backend supports it. A random model of two layers with logits between -10 and 10.
-MOVED = {
+ERRORS = {
     "fp8": (1 / 4, 1e-3, 0.08, False),
     "bfloat16": (1 / 2, 1e-4, 0.01, True),  # four more mantissa bits than fp8
     "int8": (36 / 128, 1e-4, 0.02, True),  # includes a scale of 4 bytes
 }
 
 
-@pytest.mark.parametrize("name", MOVED)
-def test_log_probabilities_move_little_and_more_blocks_fit(name):
-    share, least, most, on_cpu = MOVED[name]
+@pytest.mark.parametrize("name", ERRORS)
+def test_the_error_of_log_probabilities_is_small_and_more_blocks_fit(name):
+    share, min_error, max_error, on_cpu = ERRORS[name]
     directory, prompts = checkpoint("qwen3"), random_prompts(4, [40, 70])
     exact, plain = logprobs_of(directory, prompts, attention_backend="naive")
     options = {"kv_cache_dtype": name, "long_prefill_threshold": 33}
     oracle, info = logprobs_of(directory, prompts, attention_backend="naive", **options)
-    moved = (oracle - exact).abs()
-    assert least < moved.mean() < most
+    errors = (oracle - exact).abs()
+    assert min_error < errors.mean() < max_error
     assert info.block_bytes == share * plain.block_bytes
     assert info.num_kv_blocks > 0.97 / share * plain.num_kv_blocks
     assert info.kv_cache_dtype == {"fp8": "float8_e4m3fn"}.get(name, name)
@@ -115,7 +115,7 @@ def test_log_probabilities_move_little_and_more_blocks_fit(name):
         ours, _ = logprobs_of(directory, prompts, attention_backend="cpu", **options)
         # The difference is far below the rounding error, so both backends read the same values. It
         # is not zero: float32 differs in the last bits, which rounds some keys to other values.
-        assert (ours - oracle).abs().mean() < 0.2 * moved.mean()
+        assert (ours - oracle).abs().mean() < 0.2 * errors.mean()
 
 
 CACHES = [
@@ -140,7 +140,7 @@ CACHE_NAMES = ["fp8", "bfloat16", "int8"]
         },
     ],
 )
-def test_features_stay_invisible(options, cache):
+def test_features_do_not_change_the_output(options, cache):
     directory = checkpoint("qwen3")
     prompts = random_prompts(3, [40, 33]) + random_prompts(3, [40, 33])
     common = {"max_model_len": 100, "block_size": 16, **cache}
@@ -198,8 +198,8 @@ def test_scales_come_from_the_checkpoint(tmp_path):
         assert found[0] == found[1]
 
 
-def test_int8_is_off_by_half_a_step_of_its_row():
-    x = numbers(500, 3, 64) * torch.logspace(-20, 20, 500, dtype=torch.float64)[:, None, None]
+def test_the_error_of_int8_is_at_most_half_a_step():
+    x = random_values(500, 3, 64) * torch.logspace(-20, 20, 500, dtype=torch.float64)[:, None, None]
     stored = to_int8(x)
     assert stored.shape == (500, 3, 68)
     error = hadamard(from_int8(stored, torch.float64) - x).abs()
@@ -218,20 +218,20 @@ def test_the_hadamard_matrix_is_its_own_inverse_and_spreads_each_channel(size):
 
 
 def test_a_large_channel_costs_the_others_little():
-    x = numbers(500, 64)
+    x = random_values(500, 64)
     x[:, 5] += 100
     error = (from_int8(to_int8(x), torch.float64) - x)[:, torch.arange(64) != 5]
     assert 0.01 < error.square().mean().sqrt() < 0.06, "0.23 with one scale and no matrix"
 
 
-def test_int8_of_any_size_and_place_comes_back():
+def test_int8_rows_of_any_size_and_alignment_are_restored():
     """Scales of rows of 2 elements start at any even byte, and a single row is contiguous."""
     stored = to_int8(torch.ones(3, 1, 2))
     for row in stored.unbind():
         assert torch.equal(from_int8(row, torch.float32), torch.ones(1, 2))
 
 
-def test_int8_keeps_zeros_and_shows_what_is_broken():
+def test_int8_keeps_zeros_nan_and_infinity():
     x = torch.ones(5, 8)
     x[0], x[1], x[2, 3], x[3, 3] = 0, 1e-38, torch.nan, torch.inf
     back = from_int8(to_int8(x), torch.float32)
@@ -258,7 +258,7 @@ def with_large_key_biases(tmp_path):
 
 
 @pytest.mark.parametrize("backend", ["cpu", "naive"])
-def test_large_biases_of_keys_move_little(backend, tmp_path):
+def test_large_key_biases_cause_small_errors(backend, tmp_path):
     directory, prompts = with_large_key_biases(tmp_path), random_prompts(4, [40, 70])
     exact, _ = logprobs_of(directory, prompts, attention_backend=backend)
     ours, _ = logprobs_of(directory, prompts, attention_backend=backend, kv_cache_dtype="int8")
@@ -292,28 +292,32 @@ def test_int8_gives_the_same_tokens_on_cpu_and_naive(family, options):
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "gemma4"])
 @pytest.mark.parametrize("kv_cache_dtype", ["int8", "fp8"])
-def test_rows_that_share_a_place_are_not_kept_in_8_bits(family, kv_cache_dtype):
-    with pytest.raises(ConfigError, match="kv_cache_dtype of 8 bits is not implemented for"):
+def test_8_bit_caches_raise_if_keys_and_values_share_memory(family, kv_cache_dtype):
+    with pytest.raises(ConfigError, match="an 8-bit kv_cache_dtype is not supported for"):
         make_engine(
             checkpoint(family), dtype="float32", attention_backend="naive",
             kv_cache_dtype=kv_cache_dtype,
         )  # fmt: skip
 
 
-def test_backends_without_int8_refuse_it():
+def test_int8_raises_on_unsupported_backends():
     backend = TritonBackend(device=DEVICE, dtype=torch.float32, head_dim=64, block_size=16)
-    with pytest.raises(ConfigError, match="triton keeps no int8 beside float32 KV cache: set"):
+    with pytest.raises(
+        ConfigError, match="does not support a KV cache of int8 for a float32 model: set"
+    ):
         backend.check_cache(torch.int8, torch.float32)
 
 
 @pytest.mark.parametrize("scale", [0.0, float("nan")])
-def test_a_scale_that_is_no_positive_number_is_refused(tmp_path, scale):
+def test_a_scale_that_is_not_positive_raises(tmp_path, scale):
     with pytest.raises(WeightLoadError, match=r"self_attn\.k_scale must be a positive number"):
         make_engine(with_scales(tmp_path, scale, 1.0))
 
 
-def test_backends_without_fp8_refuse_it():
-    with pytest.raises(ConfigError, match="attention backend cpu keeps no fp8 KV cache"):
+def test_fp8_raises_on_unsupported_backends():
+    with pytest.raises(
+        ConfigError, match="attention backend cpu does not support a KV cache of fp8"
+    ):
         make_engine(
             checkpoint("qwen3"), dtype="float32", attention_backend="auto", kv_cache_dtype="fp8"
         )
@@ -321,7 +325,7 @@ def test_backends_without_fp8_refuse_it():
     make_backend("naive", **options, kv_dtype=FP8)
 
 
-def test_gpus_before_ada_refuse_it():
+def test_fp8_raises_on_gpus_before_ada():
     backend = TritonBackend(device=DEVICE, dtype=torch.float32, head_dim=64, block_size=16)
     backend.arch = 80
     with pytest.raises(ConfigError, match=r"compute capability 8\.9 or newer, got 8\.0"):
@@ -330,7 +334,7 @@ def test_gpus_before_ada_refuse_it():
     backend.check_cache(FP8, torch.float32)
 
 
-def test_an_unknown_cache_dtype_is_refused():
+def test_an_unknown_cache_dtype_raises():
     with pytest.raises(
         ConfigError, match="kv_cache_dtype must be one of auto, bfloat16, fp8, int8, got 'int4'"
     ):

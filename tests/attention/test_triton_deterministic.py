@@ -1,4 +1,4 @@
-"""Deterministic attention: correct, and the same bits alone, in a batch, in chunks, after a hit."""
+"""Deterministic attention: correct, with equal bits in any batch and chunk and after cache hits."""
 
 import pytest
 import torch
@@ -48,7 +48,7 @@ def run(*lengths, **options):
         {"sinks": 200.0, "num_kv_heads": 2},
     ],
 )
-def test_equals_the_oracle(options):
+def test_equals_the_naive_backend(options):
     run((1, 1), (1, 75), (10, 40), (3, 20), **options)
 
 
@@ -62,17 +62,17 @@ def test_a_decode_has_the_same_bits_in_any_batch(window):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("window", [None, 25])
 def test_a_token_has_the_same_bits_in_any_chunk(window, dtype):
-    """The last token of a whole prompt, of its chunks, and alone as after a cache hit."""
+    """The last token of a prompt, in one piece, in chunks, and alone as after a cache hit."""
     options = {"sliding_window": window, "dtype": dtype, "group_size": 2}
-    whole = run((70, 70), **options)
+    prompt = run((70, 70), **options)
     for chunk in (1, 7, 8, 9):
         part = run((chunk, 70), **options)
-        assert torch.equal(part, whole[-chunk:]), f"chunk of {chunk}"
+        assert torch.equal(part, prompt[-chunk:]), f"chunk of {chunk}"
 
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="reads the interpreter's calls")
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_no_tile_takes_the_code_without_a_mask(monkeypatch, deterministic):
+def test_all_tiles_use_the_masked_code(monkeypatch, deterministic):
     """Code compiled without a mask may round differently; the interpreter does not."""
     masked, attend_tile = set(), kernels.attend_tile
 
@@ -88,21 +88,21 @@ def test_no_tile_takes_the_code_without_a_mask(monkeypatch, deterministic):
     assert masked == ({True} if deterministic else {False, True})
 
 
-def test_the_default_kernels_do_not_promise_that():
-    whole, alone = make_case((70, 70)), make_case((1, 70))
-    assert not torch.equal(whole.run(backend_of(whole))[-1:], alone.run(backend_of(alone)))
+def test_the_default_kernels_are_not_deterministic():
+    prompt, token = make_case((70, 70)), make_case((1, 70))
+    assert not torch.equal(prompt.run(backend_of(prompt))[-1:], token.run(backend_of(token)))
 
 
-def test_other_backends_refuse_to_promise():
+def test_deterministic_raises_on_other_backends():
     options = {"device": DEVICE, "dtype": torch.float32, "head_dim": 64, "block_size": 16}
-    with pytest.raises(ConfigError, match="needs the attention backend triton on a CUDA GPU"):
+    with pytest.raises(ConfigError, match="needs attention_backend='triton' on a CUDA GPU"):
         make_backend("naive", **options, deterministic=True)
     assert make_backend("triton", **options, deterministic=True).deterministic
 
 
 @pytest.mark.parametrize("arch", [80, 89, 90, 120])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_a_decode_does_not_take_the_tile_of_a_long_prompt(arch, dtype):
+def test_a_decode_does_not_use_the_tile_of_a_long_prompt(arch, dtype):
     for head_dim in (64, 80, 128, 256):
         for group_size in (1, 2, 7, 48):
             tile = kernel_config(arch, head_dim, group_size, dtype, True).prefill

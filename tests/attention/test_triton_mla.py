@@ -1,5 +1,5 @@
-"""Triton's MLA kernels against plain torch: decodes, chunks, splits, head counts that fill no
-tile, and the kernel that stores the latents."""
+"""The Triton MLA kernels compared with plain torch: decodes, chunks, splits, head counts that don't
+fill a tile, and the kernel that stores latents."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ def case(
 ) -> Case:
     """A layer with one KV head whose values are the first `rank` elements of its keys."""
     sizes = {"group_size": heads, "head_dim": rank + rope, "block_size": block_size}
-    made = make_case(*lengths, **sizes, **options)
-    made.v, made.v_cache = made.k[..., :rank], made.k_cache[..., :rank]
-    made.spec = replace(made.spec, value_dim=rank)
-    return made
+    mla = make_case(*lengths, **sizes, **options)
+    mla.v, mla.v_cache = mla.k[..., :rank], mla.k_cache[..., :rank]
+    mla.spec = replace(mla.spec, value_dim=rank)
+    return mla
 
 
-def expected(made: Case) -> torch.Tensor:
+def expected(mla: Case) -> torch.Tensor:
     """The naive backend's output, with values that are views of the keys."""
-    wide = replace(made, q=made.q.double())
+    wide = replace(mla, q=mla.q.double())
     oracle = backend(wide, "naive")
-    batch = replace(made.batch, attention=oracle.prepare(made.batch))
-    keys, rank = made.k_cache.double(), made.spec.value_dim
-    cache = LayerCache(keys, keys[..., :rank], made.spec)
-    k = made.k.double()
+    batch = replace(mla.batch, attention=oracle.prepare(mla.batch))
+    keys, rank = mla.k_cache.double(), mla.spec.value_dim
+    cache = LayerCache(keys, keys[..., :rank], mla.spec)
+    k = mla.k.double()
     return oracle.forward(wide.q, k, k[..., :rank], cache, batch)
 
 
-def backend(made: Case, name: str = "triton", **options):
-    return backend_of(made, name, latent=True, **options)
+def backend(mla: Case, name: str = "triton", **options):
+    return backend_of(mla, name, is_mla=True, **options)
 
 
 @pytest.mark.parametrize(
@@ -51,96 +51,99 @@ def backend(made: Case, name: str = "triton", **options):
     [(16, 64, 16, "float32"), (1, 8, 4, "float32"), (5, 40, 6, "float32"), (40, 32, 8, "float16"),
      (20, 72, 16, "float32")],
 )  # fmt: skip
-def test_equals_the_oracle(heads, rank, rope, dtype):
-    made = case(heads, rank, rope, *LENGTHS, dtype=SIZES[dtype])
-    wanted, found = expected(made), made.run(backend(made))
-    assert found.shape == (*made.q.shape[:2], rank)
-    assert (found.double() - wanted).abs().max() < TOLERANCE[made.q.dtype]
+def test_equals_the_naive_backend(heads, rank, rope, dtype):
+    mla = case(heads, rank, rope, *LENGTHS, dtype=SIZES[dtype])
+    reference, found = expected(mla), mla.run(backend(mla))
+    assert found.shape == (*mla.q.shape[:2], rank)
+    assert (found.double() - reference).abs().max() < TOLERANCE[mla.q.dtype]
 
 
 @pytest.mark.parametrize("programs", [1, 3])
-def test_splits_are_merged_whichever_program_takes_them(programs, monkeypatch):
+def test_merged_splits_are_independent_of_their_programs(programs, monkeypatch):
     """More splits than a program merges at a time, and a prompt in the same batch."""
-    config = triton_mla.latent_config(90, 20, torch.float32)
+    config = triton_mla.mla_config(90, 20, torch.float32)
     small = replace(config, split_tokens=16, max_splits=20)
-    monkeypatch.setattr(triton_mla, "latent_config", lambda *_: small)
-    made = case(20, 24, 8, (1, 5), (1, 500), (1, 16), (1, 17), (4, 20))
-    kernels = backend(made)
-    splits = kernels._splits
-    monkeypatch.setattr(kernels, "_splits", lambda *of: splits(*of)._replace(grid=(2, 4, programs)))
-    found = made.run(kernels)
-    assert (found.double() - expected(made)).abs().max() < TOLERANCE[torch.float32]
+    monkeypatch.setattr(triton_mla, "mla_config", lambda *_: small)
+    mla = case(20, 24, 8, (1, 5), (1, 500), (1, 16), (1, 17), (4, 20))
+    attention = backend(mla)
+    splits = attention._splits
+    monkeypatch.setattr(
+        attention, "_splits", lambda *of: splits(*of)._replace(grid=(2, 4, programs))
+    )
+    found = mla.run(attention)
+    assert (found.double() - expected(mla)).abs().max() < TOLERANCE[torch.float32]
 
 
-def test_a_row_has_the_same_bits_alone_and_among_others():
-    made = case(16, 24, 8, (1, 300), (1, 20), (6, 70))
-    whole = made.run(backend(made))
+def test_a_row_has_the_same_bits_in_any_batch():
+    mla = case(16, 24, 8, (1, 300), (1, 20), (6, 70))
+    all_rows = mla.run(backend(mla))
     alone = case(16, 24, 8, (1, 300))
-    assert torch.equal(alone.run(backend(alone)), whole[:1])
+    assert torch.equal(alone.run(backend(alone)), all_rows[:1])
 
 
 @pytest.mark.parametrize(
-    ("heads", "seqs", "least", "most"), [(16, 1, 32, 32), (16, 256, 4, 5), (128, 256, 4, 4)]
+    ("heads", "seqs", "min_splits", "max_splits"),
+    [(16, 1, 32, 32), (16, 256, 4, 5), (128, 256, 4, 4)],
 )
-def test_the_results_of_splits_take_no_more_than_fills_the_card(heads, seqs, least, most):
+def test_the_number_of_splits_is_limited_to_what_fills_the_gpu(heads, seqs, min_splits, max_splits):
     """On an H100, the results of 32 splits of 256 sequences took 268 MB with 16 heads, and more
     than 2 GB with 128."""
-    made = case(heads, 512, 64, (1, 40), block_size=64)
-    kernels = backend(made)
-    kernels.num_sms = 132
-    tiles = -(-heads // kernels._config(made.spec).decode.rows)
-    of_seqs = replace(made.batch, num_decodes=seqs, max_seq_len=100_000)
-    spec = replace(made.spec, num_kv_heads=tiles, head_dim=512)
-    splits = kernels._splits(of_seqs, spec)
-    assert least <= splits.max_splits == splits.grid[1] <= most
+    mla = case(heads, 512, 64, (1, 40), block_size=64)
+    attention = backend(mla)
+    attention.num_sms = 132
+    tiles = -(-heads // attention._config(mla.spec).decode.rows)
+    batch = replace(mla.batch, num_decodes=seqs, max_seq_len=100_000)
+    spec = replace(mla.spec, num_kv_heads=tiles, head_dim=512)
+    splits = attention._splits(batch, spec)
+    assert min_splits <= splits.max_splits == splits.grid[1] <= max_splits
     assert splits.part_out.shape == (seqs, heads, splits.max_splits, 512)
 
 
 def test_fewer_splits_are_longer():
-    """With many short sequences, a long one gets only the minimum number of splits."""
-    made = case(3, 24, 8, (1, 2500), *[(1, 3)] * 9)
-    found = made.run(backend(made))
-    assert (found.double() - expected(made)).abs().max() < TOLERANCE[torch.float32]
+    """With many short sequences, a long one has only the minimum number of splits."""
+    mla = case(3, 24, 8, (1, 2500), *[(1, 3)] * 9)
+    found = mla.run(backend(mla))
+    assert (found.double() - expected(mla)).abs().max() < TOLERANCE[torch.float32]
 
 
 @pytest.mark.usefixtures("row_products")
 @pytest.mark.parametrize(("heads", "dtype"), [(5, "float32"), (40, "float16")])
 def test_deterministic_tokens_have_the_same_bits_in_any_chunk(heads, dtype):
-    made = case(heads, 24, 8, (70, 70), dtype=SIZES[dtype])
-    whole = made.run(backend(made, deterministic=True))
-    assert (whole.double() - expected(made)).abs().max() < TOLERANCE[made.q.dtype]
+    mla = case(heads, 24, 8, (70, 70), dtype=SIZES[dtype])
+    all_rows = mla.run(backend(mla, deterministic=True))
+    assert (all_rows.double() - expected(mla)).abs().max() < TOLERANCE[mla.q.dtype]
     for chunk in (1, 7, 8):
         part = case(heads, 24, 8, (chunk, 70), (1, 3), (9, 20), dtype=SIZES[dtype])
         found = part.run(backend(part, deterministic=True))
-        assert torch.equal(found[:chunk], whole[-chunk:]), f"chunk of {chunk}"
+        assert torch.equal(found[:chunk], all_rows[-chunk:]), f"chunk of {chunk}"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize(("heads", "still", "rank", "rope"), [(3, 6, 40, 12), (20, 16, 64, 16)])
-def test_turns_queries_and_stores_what_it_norms_and_turns(heads, still, rank, rope, dtype):
-    made = case(heads, rank, rope, (1, 40), (9, 20), dtype=dtype)
-    tokens, draw = len(made.q), torch.Generator().manual_seed(1)
+@pytest.mark.parametrize(("heads", "nope", "rank", "rope"), [(3, 6, 40, 12), (20, 16, 64, 16)])
+def test_queries_are_rotated_and_normed_latents_are_stored(heads, nope, rank, rope, dtype):
+    mla = case(heads, rank, rope, (1, 40), (9, 20), dtype=dtype)
+    tokens, draw = len(mla.q), torch.Generator().manual_seed(1)
     new = lambda *shape: torch.randn(*shape, generator=draw).to(DEVICE, dtype)  # noqa: E731
-    inputs, vectors, weight = new(tokens, heads, still + rope), new(tokens, rank + rope), new(rank)
+    inputs, vectors, weight = new(tokens, heads, nope + rope), new(tokens, rank + rope), new(rank)
     rotation = new(tokens, 1, rope).chunk(2, -1)
     normed = F.rms_norm(vectors[:, :rank].float(), (rank,), None, 1e-6).to(dtype) * weight
-    turned = rotate(torch.cat((inputs[..., still:], vectors[:, None, rank:]), 1), rotation, None)
-    cache, before = made.copied_cache(), made.k_cache.clone()
-    q = backend(made).rotate_and_store_latents(
-        inputs, vectors, rotation, weight, 1e-6, cache, made.batch
+    turned = rotate(torch.cat((inputs[..., nope:], vectors[:, None, rank:]), 1), rotation, None)
+    cache, before = mla.copied_cache(), mla.k_cache.clone()
+    q = backend(mla).rotate_and_store_latents(
+        inputs, vectors, rotation, weight, 1e-6, cache, mla.batch
     )
     close = {"rtol": 0, "atol": 2e-5 if dtype == torch.float32 else 8e-3}
     torch.testing.assert_close(q[..., rank:], turned[:, :-1], **close)
-    slots = made.batch.slot_mapping[made.spec.group]
+    slots = mla.batch.slot_mapping[mla.spec.group]
     stored = cache.k_cache.flatten(0, 1)[slots, 0]
     torch.testing.assert_close(stored, torch.cat((normed, turned[:, -1]), 1), **close)
     cache.k_cache.flatten(0, 1)[slots] = before.flatten(0, 1)[slots]
     torch.testing.assert_close(cache.k_cache, before, rtol=0, atol=0, equal_nan=True)
 
 
-def test_what_is_not_implemented_is_refused_by_name():
+def test_unsupported_options_raise():
     options = {"device": DEVICE, "dtype": torch.float32, "block_size": 16}
-    with pytest.raises(ConfigError, match="flash_attn does not attend over latents"):
-        make_backend("flash_attn", **options, head_dim=96, latent=True)
+    with pytest.raises(ConfigError, match="flash_attn does not support MLA"):
+        make_backend("flash_attn", **options, head_dim=96, is_mla=True)
     with pytest.raises(ConfigError, match="head dims from 2 to 640 in steps of 1, got 1000"):
-        make_backend("triton", **options, head_dim=1000, latent=True)
+        make_backend("triton", **options, head_dim=1000, is_mla=True)

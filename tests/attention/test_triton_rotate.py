@@ -1,4 +1,4 @@
-"""QK norm, RoPE and cache store in one Triton kernel, against the steps of `AttentionBackend`."""
+"""QK norm, RoPE and store in one Triton kernel, compared with the code of `AttentionBackend`."""
 
 from dataclasses import replace
 
@@ -32,7 +32,7 @@ def backend_for(case):
 
 
 def check(*lengths, norm=None, padding=0, **options):
-    """Runs the kernel and the plain steps on two copies of the cache; returns the case."""
+    """Runs the kernel and the base class on two copies of the cache; returns the case."""
     case = make_case(*lengths, **options)
     backend = backend_for(case)
     weights = None if norm is None else norm_of(case, norm == "wide")
@@ -53,7 +53,7 @@ def check(*lengths, norm=None, padding=0, **options):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("norm", [None, "narrow", "wide"])
-def test_equals_the_plain_steps(norm, dtype):
+def test_equals_the_unfused_operations(norm, dtype):
     check(*LENGTHS, norm=norm, dtype=dtype, num_kv_heads=2, group_size=2)
 
 
@@ -65,11 +65,11 @@ def test_equals_the_plain_steps(norm, dtype):
     ],
     ids=str,
 )
-def test_sizes(options):
+def test_head_dims_and_group_sizes(options):
     check(*LENGTHS, norm="narrow", **options)
 
 
-def test_rows_of_a_wider_projection_and_many_programs_a_token():
+def test_a_strided_projection_and_many_programs_per_token():
     case = check(*LENGTHS, norm="narrow", padding=24, num_kv_heads=8, group_size=2, head_dim=128)
     assert rotate_rows(32, case.spec.head_dim) < 32
 
@@ -88,7 +88,7 @@ def test_window_layers_write_the_slots_of_their_own_group():
     assert not torch.equal(first.nan_to_num(7.0), second.nan_to_num(7.0))
 
 
-def test_a_token_has_the_same_bits_alone_and_among_others():
+def test_a_token_has_the_same_bits_in_any_batch():
     case = make_case(*LENGTHS, num_kv_heads=2, group_size=2)
     backend, rotation = backend_for(case), rotation_of(case, torch.float32)
     heads, norm = heads_of(case), norm_of(case, wide=False)
@@ -104,7 +104,7 @@ def test_a_token_has_the_same_bits_alone_and_among_others():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_values_go_into_an_fp8_cache(dtype):
+def test_values_are_stored_in_an_fp8_cache(dtype):
     # Keys are rounded after RoPE, which differs between the interpreter and a GPU by half a step of
     # e4m3 (1/16 of a key).
     case = make_case(*LENGTHS, fp8=True, dtype=dtype, num_kv_heads=2, group_size=2)
@@ -123,7 +123,7 @@ def test_values_go_into_an_fp8_cache(dtype):
     assert near.all()
 
 
-def test_one_launch_does_it_all(monkeypatch):
+def test_norm_rope_and_store_are_one_launch(monkeypatch):
     launched = []
 
     class Count:

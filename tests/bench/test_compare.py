@@ -30,7 +30,7 @@ def texts(tmp_path: Path) -> Path:
     return path
 
 
-def compared(tmp_path: Path, *args: str) -> list[dict[str, Any]]:
+def run_compare(tmp_path: Path, *args: str) -> list[dict[str, Any]]:
     report = tmp_path / "report.json"
     assert cli.main(["compare", *args, "--json", str(report), "--answer-tokens", "4"]) == 0
     return json.loads(report.read_text())["models"]
@@ -43,11 +43,13 @@ def distributions(model: Path, ids: list[int]) -> torch.Tensor:
         return loaded(torch.tensor([ids])).logits[0, :-1].double().log_softmax(1)
 
 
-def test_figures_are_those_of_transformers_logits(
+def test_figures_equal_figures_from_transformers_logits(
     models: list[Path], texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     first, second = map(str, models)
-    same, other = compared(tmp_path, first, first, f"{second}@dtype=float32", "--texts", str(texts))
+    same, other = run_compare(
+        tmp_path, first, first, f"{second}@dtype=float32", "--texts", str(texts)
+    )
     assert same["kl_max"] < 1e-9 and same["same_best_token"] == 1 and same["answers_changed"] == 0
     kl, matches, loss = [], [], 0.0
     for text in TEXTS:
@@ -74,18 +76,18 @@ def test_settings_after_the_path_reach_the_engine(
 ) -> None:
     model, rows = str(models[0]), str(texts)
     asked = f"{model}@quantization=int8,max_num_seqs=2"
-    exact, rounded = compared(tmp_path, model, model, asked, "--texts", rows)
+    exact, rounded = run_compare(tmp_path, model, model, asked, "--texts", rows)
     assert exact["kl_mean"] < 1e-9 < 1e-7 < rounded["kl_mean"] < 0.1
     assert cli.main(["compare", model, f"{model}@quantisation=int8", "--texts", rows]) == 2
     assert "quantisation" in capsys.readouterr().err
 
 
-def test_chats_are_rendered_and_other_tokens_are_refused(
+def test_chats_are_rendered_and_other_tokenizers_raise(
     models: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = tmp_path / "chats.jsonl"
     rows.write_text(json.dumps({"messages": [{"role": "user", "content": "Hello there"}]}) + "\n")
-    (found,) = compared(tmp_path, str(models[0]), str(models[1]), "--texts", str(rows))
+    (found,) = run_compare(tmp_path, str(models[0]), str(models[1]), "--texts", str(rows))
     messages = [{"role": "user", "content": "Hello there"}]
     rendered = byte_level().render_chat(messages, chat_template=CHAT_TEMPLATE)
     assert found["positions"] == len(byte_level().encode(rendered, add_special_tokens=False)) - 1

@@ -37,7 +37,7 @@ def test_it_counts_what_an_engine_counts():
 
 
 @pytest.mark.parametrize("policy", [None, Predictive()])
-def test_hidden_lengths_end_where_they_should(policy):
+def test_requests_of_hidden_length_stop_at_their_length(policy):
     scheduler = make_scheduler(num_blocks=200, block_size=4, max_num_seqs=8, policy=policy)
     report = simulate(SMALL, scheduler, length_cap=60)
     assert report.output_tokens == sum(item.max_tokens for item in SMALL)
@@ -71,7 +71,7 @@ def test_a_request_that_is_too_large_is_counted_and_the_others_run():
     assert report.output_tokens == sum(item.max_tokens for item in SMALL)
 
 
-def test_the_standard_workload_in_a_pool_a_third_of_its_demand():
+def test_the_standard_workload_runs_in_a_third_of_the_blocks_it_could_use():
     """Prediction wastes under a tenth of the prefill, where the closest peer wastes 46 %, and the
     estimated time is no longer."""
     items = list(random_workload())
@@ -91,7 +91,7 @@ def test_the_standard_workload_in_a_pool_a_third_of_its_demand():
     assert careful.estimated_s < plain.estimated_s
 
 
-def test_the_time_model_finds_the_terms_it_was_made_of():
+def test_the_time_model_recovers_the_terms_of_its_data():
     tokens, context = [1, 64, 512, 7, 3], [10, 900, 2000, 5000, 70]
     seconds = [0.002 + 0.0001 * t + 1e-6 * c for t, c in zip(tokens, context, strict=True)]
     model = TimeModel.fit(tokens, context, seconds)
@@ -107,7 +107,7 @@ def test_no_term_of_the_time_model_is_negative():
     assert min(model.step_s, model.token_s, model.context_s) >= 0
 
 
-def test_the_command(tmp_path, capsys):
+def test_simulate_prints_a_report(tmp_path, capsys):
     rows = tmp_path / "lengths.csv"
     rows.write_text("ContextTokens,GeneratedTokens\n20,5\n9,12\n")
     bench = tmp_path / "bench.json"

@@ -50,7 +50,9 @@ def test_options_of_the_engine_and_of_the_benchmark_share_one_command_line() -> 
 
 
 @pytest.mark.usefixtures("llm")
-def test_report_adds_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_figures_of_the_report_are_consistent(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "result.json"
     bench.main(BenchArgs(**SMALL, max_num_seqs=4, json=path))
     report = json.loads(path.read_text())
@@ -77,7 +79,7 @@ def test_report_adds_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert f"first token     {1e3 * latency['p50']:12,.1f}" in text
 
 
-def test_hits_and_preemptions_of_the_timed_round_only(llm: LLM) -> None:
+def test_only_hits_and_preemptions_of_timed_rounds_count(llm: LLM) -> None:
     report = report_of(llm, input_len=(1, 1), dataset="shared-prefix", prefix_len=64)
     # All six share eight blocks of 8; the first computes them, the others hit. The warm-up had
     # other ids, so it left no blocks to hit.
@@ -86,7 +88,7 @@ def test_hits_and_preemptions_of_the_timed_round_only(llm: LLM) -> None:
     assert report["counters"]["preemptions"] == 0
 
 
-def test_drafts_and_a_smoke_scale_are_said(llm: LLM) -> None:
+def test_the_report_shows_drafts_and_the_smoke_scale(llm: LLM) -> None:
     report = report_of(llm, smoke=True)
     assert report["notes"][0].startswith("smoke scale: 6 requests")
     assert "drafts" not in format_report(report)
@@ -94,7 +96,7 @@ def test_drafts_and_a_smoke_scale_are_said(llm: LLM) -> None:
     assert "\ndrafts          1,000 tokens, 25.0% of them right: 240 steps" in format_report(report)
 
 
-def test_the_median_round_is_reported_and_others_take_turns(llm: LLM) -> None:
+def test_the_median_round_is_reported_and_also_run_alternates(llm: LLM) -> None:
     work, turns = WorkOptions(**SMALL | {"rounds": 3}), []
     measured = measure(llm, "m", work, turns.append)
     seconds = measured.report["seconds"]
@@ -103,9 +105,9 @@ def test_the_median_round_is_reported_and_others_take_turns(llm: LLM) -> None:
     assert len(turns) == len({items[0].prompt_token_ids for items in turns}) == 3
 
 
-def test_lost_tokens_stop_the_benchmark(llm: LLM) -> None:
+def test_a_request_with_missing_tokens_stops_the_benchmark(llm: LLM) -> None:
     llm.engine.executor.hook = lambda plan: {0: "lost"} if plan.step == 3 else None
-    with pytest.raises(NanoEngineError, match=r"request \d+ gave \d tokens in the place of"):
+    with pytest.raises(NanoEngineError, match=r"request \d+ generated \d tokens instead of"):
         report_of(llm)
 
 

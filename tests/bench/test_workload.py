@@ -14,7 +14,7 @@ from nanoengine.bench.workload import (
     file_workload,
     fit,
     random_workload,
-    shifted,
+    shift_ids,
 )
 from nanoengine.errors import ConfigError
 
@@ -23,7 +23,7 @@ def items_of(**options: object) -> list[WorkItem]:
     return list(WorkOptions(**options).items(0, lambda text: [ord(c) for c in text]))
 
 
-def test_standard_workload_is_the_field_s() -> None:
+def test_the_standard_workload_has_the_published_token_counts() -> None:
     random.seed(0)
     prompts = [
         [random.randint(0, 10000) for _ in range(random.randint(100, 1024))] for _ in range(256)
@@ -36,7 +36,7 @@ def test_standard_workload_is_the_field_s() -> None:
     assert sum(lengths) == 133_966
 
 
-def test_ids_are_taken_modulo_the_vocabulary_and_it_is_said() -> None:
+def test_ids_are_taken_modulo_the_vocabulary_with_a_note() -> None:
     items = [WorkItem((3, 10, 25), 2)]
     assert fit(items, 10, 100, cap=False) == (
         [WorkItem((3, 0, 5), 2)],
@@ -45,7 +45,7 @@ def test_ids_are_taken_modulo_the_vocabulary_and_it_is_said() -> None:
     assert fit(items, 26, 100, cap=False) == (items, [])
 
 
-def test_requests_beyond_the_context_are_refused_or_cut_visibly() -> None:
+def test_requests_beyond_the_context_raise_or_are_cut_with_a_note() -> None:
     items = [WorkItem(tuple(range(8)), n) for n in (2, 5, 50)]
     with pytest.raises(ConfigError, match=r"8 \+ 5 tokens exceeds max_model_len=10"):
         fit(items, 100, 10, cap=False)
@@ -58,12 +58,12 @@ def test_requests_beyond_the_context_are_refused_or_cut_visibly() -> None:
 
 def test_rounds_share_no_prefix() -> None:
     fitted, _ = fit(list(random_workload(Scale(4, (5, 9), (1, 1)), 1)), 100, 50, cap=False)
-    for before, after in zip(fitted, shifted(fitted, 1, 100), strict=True):
+    for before, after in zip(fitted, shift_ids(fitted, 1, 100), strict=True):
         assert len(before.prompt_token_ids) == len(after.prompt_token_ids)
         assert before.prompt_token_ids[0] != after.prompt_token_ids[0]
 
 
-def test_shared_prefix_workload() -> None:
+def test_the_shared_prefix_workload_has_one_prefix() -> None:
     sizes = {"input_len": (3, 3), "output_len": (4, 4), "num_requests": 5}
     prompts = [ids for ids, _ in items_of(dataset="shared-prefix", prefix_len=20, **sizes)]
     assert {len(prompt) for prompt in prompts} == {23}
@@ -71,7 +71,7 @@ def test_shared_prefix_workload() -> None:
     assert len({prompt[20:] for prompt in prompts}) == 5
 
 
-def test_csv_workload_has_the_lengths_of_its_rows(tmp_path: Path) -> None:
+def test_a_csv_workload_has_the_lengths_of_its_rows(tmp_path: Path) -> None:
     path = tmp_path / "lengths.csv"
     path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\nx,374,44\ny,396,109\nz,1,1\n")
     items = items_of(dataset=str(path), num_requests=2)
@@ -85,7 +85,7 @@ def test_csv_workload_has_the_lengths_of_its_rows(tmp_path: Path) -> None:
         items_of(dataset=str(path))
 
 
-def test_jsonl_workload_takes_ids_or_text(tmp_path: Path) -> None:
+def test_a_jsonl_workload_accepts_ids_and_text(tmp_path: Path) -> None:
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"prompt_token_ids": [5, 6], "max_tokens": 3}\n\n{"prompt": "abc"}\n')
     scale = Scale(9, (1, 1), (7, 7))
@@ -107,12 +107,12 @@ def test_jsonl_workload_takes_ids_or_text(tmp_path: Path) -> None:
         ({"output_len": (0, 4)}, "output_len must be a range of positive lengths, got 0 4"),
     ],
 )
-def test_bad_workload_options_are_refused(options: dict[str, object], message: str) -> None:
+def test_invalid_workload_options_raise(options: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         items_of(**options)
 
 
-def test_smoke_is_small_and_explicit_options_win() -> None:
+def test_smoke_is_small_and_explicit_options_take_precedence() -> None:
     smoke = items_of(smoke=True)
     assert len(smoke) == 32
     assert max(len(ids) + length for ids, length in smoke) <= 256

@@ -37,7 +37,7 @@ def few_switches(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("few_switches")
-def test_each_switch_runs_in_turn_with_the_base_and_keeps_its_tokens(
+def test_each_switch_alternates_with_the_base_and_keeps_its_tokens(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "ablation.json"
@@ -60,7 +60,7 @@ def test_each_switch_runs_in_turn_with_the_base_and_keeps_its_tokens(
         assert float(ratio) == pytest.approx(sum(ratios) / 2, abs=0.01)
 
 
-def test_what_the_issue_of_a_run_may_depend_on_can_be_switched() -> None:
+def test_every_performance_feature_has_a_switch() -> None:
     config = EngineConfig(model=str(demo_model_path()), num_kv_blocks=40, block_size=64)
     with LLM(demo_model_path(), num_kv_blocks=40) as llm:
         on_cpu = list(ablate.switches(config, llm.info))
@@ -79,7 +79,7 @@ def test_what_the_issue_of_a_run_may_depend_on_can_be_switched() -> None:
     assert by_name["block size"] == {"block_size": 64}, "its bytes are given elsewhere"
 
 
-def test_a_dropped_screen_is_gone_though_buffers_are_pinned() -> None:
+def test_a_removed_argmax_bound_is_removed_even_with_pinned_buffers() -> None:
     head = torch.nn.Module()
     head.register_buffer("values", torch.zeros(1))
     pin_attributes(head)
@@ -97,7 +97,7 @@ def make_apart(num_blocks: int) -> PhasesApart:
 
 
 @pytest.mark.parametrize("num_blocks", [64, 14])  # the smaller pool preempts
-def test_phases_apart_mixes_no_step_and_finishes_all(num_blocks: int) -> None:
+def test_separate_phases_mix_no_step_and_finish_all_requests(num_blocks: int) -> None:
     scheduler = make_apart(num_blocks)
     for number, length in enumerate((30, 5, 40, 12, 21)):
         params = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)

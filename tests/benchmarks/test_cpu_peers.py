@@ -72,11 +72,11 @@ def line(peer: str = "nanoengine", speed: float = 10.0, **changes) -> dict:
         ("T16320", 0.25, (1, 16320, 1)),
     ],
 )
-def test_workloads_to_the_token(name, scale, expected):
+def test_workloads_have_exact_token_counts(name, scale, expected):
     assert counts(name, scale=scale) == expected
 
 
-def test_rounds_do_the_same_work_on_other_tokens():
+def test_rounds_have_the_same_lengths_and_other_tokens():
     for name in ("W1", "W2", "W3"):
         first, second = (requests_of(name, vocab_size=4096, seed=seed) for seed in (0, 1))
         assert [(len(p), n) for p, n in first] == [(len(p), n) for p, n in second]
@@ -103,7 +103,7 @@ def plain_cost(dense_params: int, head_params: int) -> ModelCost:
     return replace(cost, dense_params=dense_params, head_params=head_params)
 
 
-def test_every_step_takes_the_larger_of_computing_and_reading():
+def test_the_ideal_step_time_is_the_larger_of_compute_and_memory_time():
     cost, work = plain_cost(100, 50), [([1, 2, 3], 2)]
     slow_math = Card(bytes_per_s=1e18, flops_per_s=1)
     # Prefill: 3 tokens, 1 sampled, 6 pairs; decode: 1 token that attends to 4.
@@ -131,7 +131,7 @@ def test_a_shared_prefix_is_computed_and_read_once():
 # --- report ---------------------------------------------------------------------------------------
 
 
-def test_rows_hold_medians_spreads_shares_and_ratios():
+def test_report_rows_have_medians_spreads_shares_and_ratios():
     lines = [line(speed=s, round=i) for i, s in enumerate((30.0, 20.0, 40.0))]
     lines += [line("vllm", speed=s, round=i) for i, s in enumerate((15.0, 20.0, 10.0))]
     ours, theirs = report.rows(lines, CONFIG, PEAKS, 1.0)
@@ -143,7 +143,7 @@ def test_rows_hold_medians_spreads_shares_and_ratios():
     assert ours["roofline_share"] == pytest.approx(30.0 * seconds / 128, abs=5e-4)
 
 
-def test_disturbed_runs_enter_no_median():
+def test_disturbed_runs_are_excluded_from_medians():
     lines = [line(speed=30.0), line(speed=3.0, other_cores=0.9), line("vllm", other_cores=0.21)]
     ours, theirs = report.rows(lines, CONFIG, PEAKS, 1.0)
     assert (ours["output_tok_s"], ours["disturbed_runs"], ours["valid"]) == (30.0, 1, True)
@@ -151,7 +151,7 @@ def test_disturbed_runs_enter_no_median():
     assert theirs["roofline_share"] is theirs["nanoengine_is"] is None
 
 
-def test_precisions_are_compared_apart_and_quantized_ones_against_int8_products():
+def test_precisions_are_compared_separately_and_quantized_ones_with_the_int8_peak():
     lines = [line(), line(quantization="int8", speed=20.0, body_bits=8, head_bits=8)]
     rows = {row["precision"]: row for row in report.rows(lines, CONFIG, PEAKS, 1.0)}
     assert rows["int8"]["nanoengine_is"] == rows["float32"]["nanoengine_is"] == 1.0
@@ -161,7 +161,7 @@ def test_precisions_are_compared_apart_and_quantized_ones_against_int8_products(
     assert rows["int8"]["roofline_tok_s"] > rows["float32"]["roofline_tok_s"]
 
 
-def test_a_default_is_held_to_what_it_computes_in():
+def test_a_default_precision_is_compared_with_the_peak_of_its_compute_dtype():
     modern = report.Peaks(
         isa="avx512_bf16", read_gbs=10, gflops={"float32": 100, "bfloat16": 400, "int8": 800}
     )
@@ -197,7 +197,7 @@ def test_float32_peers_must_agree_and_quantized_ones_are_counted():
     assert report.agreement([line()]) is None
 
 
-def test_a_row_tells_what_is_kept_beside_busy_processes():
+def test_a_row_has_the_share_of_speed_kept_on_a_busy_machine():
     speeds = {
         "nanoengine": ((40.0, 60.0), (30.0, 30.0)),  # per round: alone, then next to busy processes
         "openvino": ((40.0, 40.0), (20.0, 10.0)),
@@ -251,7 +251,7 @@ def test_rounds_interleave_and_a_disturbed_run_is_repeated_alone(tmp_path, monke
     assert [entry["valid"] for entry in lines if entry["workload"] == "W3"].count(False) == 1
 
 
-def test_processes_that_are_meant_to_disturb_are_not_others(monkeypatch):
+def test_processes_of_the_benchmark_do_not_count_as_disturbance(monkeypatch):
     requests = [([1, 2], 3)]
     clocks = {"busy_seconds": iter((10.0, 14.0)), "seconds_of": iter((5.0, 6.5))}
     monkeypatch.setattr(harness, "busy_seconds", lambda: next(clocks["busy_seconds"]))
@@ -264,7 +264,7 @@ def test_processes_that_are_meant_to_disturb_are_not_others(monkeypatch):
     assert (found["own_cores"], found["beside_cores"], found["other_cores"]) == (1.2, 0.75, 0.05)
 
 
-def test_a_peer_that_fails_is_not_run_again_and_says_why(tmp_path, monkeypatch):
+def test_a_failing_peer_is_not_run_again_and_its_error_is_reported(tmp_path, monkeypatch):
     calls = []
 
     def run(entry, names, args, seed, beside):
@@ -295,6 +295,6 @@ def test_a_run_is_timed_and_counted():
     assert found["other_cores"] >= 0
 
 
-def test_a_peer_that_stops_early_is_refused():
+def test_a_peer_that_stops_early_is_an_error():
     with pytest.raises(SystemExit, match=r"W1: output lengths \[1\], asked for \[2\]"):
         harness.measure("W1", [([1], 2)], lambda _: [[7]])

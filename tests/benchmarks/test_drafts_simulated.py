@@ -20,7 +20,7 @@ def ratios(monkeypatch):
         sys.modules.pop(name, None)
 
 
-def test_no_batch_loses_and_one_stream_of_edits_gains(ratios):
+def test_drafts_slow_no_batch_and_speed_up_one_stream_of_edits(ratios):
     args = argparse.Namespace(streams=[1, 8, 64], output_len=60, noise=0.0, bursts=0.0, runs=1)
     found = {(name, streams): kinds for name, streams, kinds in ratios(args)}
     assert len(found) == 12

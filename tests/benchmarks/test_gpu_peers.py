@@ -44,7 +44,7 @@ def line(label, seconds):
     return json.dumps(result | {"output_tokens_per_s": 100 / seconds})
 
 
-def test_engines_take_turns_and_a_missing_one_is_named_once():
+def test_engines_alternate_and_a_missing_one_is_reported_once():
     run_all = importlib.import_module("run_all")
     calls, kept = [], []
     speeds = iter([1.0, 4.0, 2.0, 5.0, 3.0, 6.0])
@@ -85,7 +85,7 @@ def test_the_workload_is_the_standard_one():
     assert items == list(random_workload())
 
 
-def test_a_run_warms_up_on_other_ids_and_times_the_work_alone(checkpoint, capsys):
+def test_a_run_warms_up_on_other_ids_and_times_only_the_workload(checkpoint, capsys):
     common = importlib.import_module("common")
     times = iter([0.0, 7.0, 100.0, 104.0])
     seen = []

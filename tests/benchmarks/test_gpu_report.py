@@ -23,7 +23,7 @@ from benchmarks.suite.main import main
 from benchmarks.suite.peak import Peaks
 from benchmarks.suite.roofline import H200_MEASURABLE
 from nanoengine.errors import ConfigError, MissingDependencyError
-from tests.support.packages import NEEDED, absent
+from tests.support.packages import NEEDED, modules_missing_with
 
 pytestmark = pytest.mark.guards("benchmarks/**/*.py", "nanoengine/bench/*.py")
 
@@ -57,7 +57,7 @@ def cases_of(clock, *costs):
         yield Case(f"case {number}", lambda cost=cost: measure(cost))
 
 
-def test_a_spent_budget_names_what_is_left():
+def test_a_spent_budget_lists_the_cases_that_were_not_run():
     clock = Clock()
     rows = list(run_cases("part", cases_of(clock, 4, 5, 6, 1, 1), budget_s=10, clock=clock))
     assert rows[:3] == [{"case": f"case {i}", "cost": cost} for i, cost in enumerate((4, 5, 6))]
@@ -65,7 +65,7 @@ def test_a_spent_budget_names_what_is_left():
     assert rows[3:] == [{"case": f"case {i}", "skipped": reason} for i in (3, 4)]
 
 
-def test_refusals_and_failures_do_not_stop_a_part():
+def test_unsupported_and_failing_cases_do_not_stop_a_part():
     clock = Clock()
     errors = [ConfigError("block_size must\nbe 256"), RuntimeError("wrong shape"), 1]
     rows = list(run_cases("part", cases_of(clock, *errors), budget_s=10, clock=clock))
@@ -78,7 +78,7 @@ def test_refusals_and_failures_do_not_stop_a_part():
     assert "raise cost" in "".join(traceback)
 
 
-def test_a_lost_gpu_stops_a_part_and_a_refusal_does_not_ask():
+def test_a_lost_gpu_stops_a_part_and_an_unsupported_case_does_not_check_the_gpu():
     clock, asked = Clock(), []
 
     def still_usable():
@@ -92,7 +92,7 @@ def test_a_lost_gpu_stops_a_part_and_a_refusal_does_not_ask():
     assert len(asked) == 1
 
 
-def test_the_drive_keeps_to_the_total_and_saves_after_each_part():
+def test_the_suite_respects_the_total_budget_and_saves_after_each_part():
     clock, saved, budgets = Clock(), [], {}
     parts = [(name, 50.0) for name in "abcd"]
 
@@ -138,7 +138,7 @@ def test_peaks_count_both_directions_and_all_products():
     assert timer.calls == 2
 
 
-def test_decode_reads_several_layers_so_that_no_cache_serves_them(monkeypatch):
+def test_decode_benchmarks_rotate_layers_so_that_the_l2_cache_has_no_hits(monkeypatch):
     monkeypatch.setattr(kernels, "ROTATED_BYTES", 100_000)
     kv_bytes = 3 * 33 * 2 * 2 * 32 * 2
     cases = list(
@@ -162,7 +162,7 @@ def test_prefill_counts_the_visible_pairs():
     assert row["tflops"] == pytest.approx(4 * 4 * 32 * 3 * 36 / 1e12)
 
 
-def test_parity_sees_a_wrong_result_and_a_wrong_store(monkeypatch):
+def test_the_parity_check_detects_wrong_results_and_wrong_stores(monkeypatch):
     forward = kernels.make_backend(
         "naive", device=CPU, dtype=torch.float32, head_dim=32, block_size=16
     ).__class__.forward
@@ -237,7 +237,7 @@ CPU_PROBE = Probe(
 )
 
 
-def test_a_step_is_taken_apart():
+def test_a_step_is_split_into_its_parts():
     cases = engine.step_cases(
         SMALL, shape="tiny", batches=(3, 1), prompt_len=40, num_steps=6, probe=CPU_PROBE
     )
@@ -255,7 +255,7 @@ def test_a_step_is_taken_apart():
     assert rows["kernels, batch 3"]["kernels"] == 0  # a CPU has none
 
 
-def test_the_kernels_of_a_profile():
+def test_a_profile_lists_its_kernels():
     device = torch.autograd.DeviceType
     averages = [
         SimpleNamespace(key="gemm", count=20, self_device_time_total=4e4, device_type=device.CUDA),
@@ -317,7 +317,7 @@ def results():
     }  # fmt: skip
 
 
-def test_shares_of_the_card_and_of_the_roofline():
+def test_the_report_has_shares_of_peaks_and_of_the_roofline():
     report = summarize(results())
     summary, parts = report["summary"], report["parts"]
     assert (summary["copy_gbs"], summary["gemm_tflops"]) == (4300.0, 790.0)
@@ -333,7 +333,7 @@ def test_shares_of_the_card_and_of_the_roofline():
     assert step["share"] == pytest.approx(step["ideal_ms"] / 10)
 
 
-def test_without_peaks_there_are_no_shares_but_a_report():
+def test_without_peaks_the_report_has_no_shares():
     found = results()
     found["peaks"] = {"rows": [], "failed": "it hung"}
     report = summarize(found)
@@ -377,7 +377,7 @@ def test_the_command_writes_after_each_part(monkeypatch, tmp_path, capsys):
 # --- a GPU machine with few packages --------------------------------------------------------------
 
 # Why three more: required packages depend on them, but an engine without a bar does not need them.
-ABSENT = [*absent(NEEDED), "rich", "tqdm", "typer"]
+ABSENT = [*modules_missing_with(NEEDED), "rich", "tqdm", "typer"]
 WITHOUT = f"import os, sys; sys.modules.update(dict.fromkeys({ABSENT}))\n"
 
 

@@ -19,7 +19,7 @@ from benchmarks.suite import gpu_visit
 from benchmarks.suite.gpu import kernels, processes
 from benchmarks.suite.gpu import parts as gpu_parts
 from benchmarks.suite.gpu_visit import Step
-from tests.support.packages import NEEDED, absent
+from tests.support.packages import NEEDED, modules_missing_with
 
 pytestmark = [
     pytest.mark.guards(
@@ -31,7 +31,7 @@ pytestmark = [
 ]  # fmt: skip
 
 ROOT = Path(__file__).parents[2]
-LACKED = absent([*NEEDED, *gpu_visit.PACKAGES])
+LACKED = modules_missing_with([*NEEDED, *gpu_visit.PACKAGES])
 """Packages that are installed here and may be missing on the visited machine."""
 
 
@@ -58,7 +58,7 @@ def test_every_part_runs(tmp_path):
     assert report["summary"]["standard_workload"]["output_tokens_per_s"] > 0
 
 
-def test_counters_are_those_of_a_case_that_there_is(tmp_path):
+def test_counters_are_measured_for_an_existing_case(tmp_path):
     """With a wrong name, ncu counted three launches of the first case, at batch 1."""
     case = gpu_visit.steps_of(tmp_path / "visit.json")["counters"].command[-1]
     assert case in [case.name for case in kernels.decode_cases(torch.device("cpu"), None)]
@@ -144,7 +144,7 @@ CRASH = (
     ],
     ids=["hangs", "ignores SIGINT", "can't import", "crashes", "is not there"],
 )
-def test_a_stack_that_fails_voids_nothing_else(
+def test_a_failing_stack_voids_no_other_result(
     monkeypatch, tmp_path, limit_s, command, failed, known, rows
 ):
     steps = {"stack": Step(limit_s, command), "fine": Step(30, [*PYTHON, "print('well')"])}
@@ -164,7 +164,7 @@ def test_a_stack_that_fails_voids_nothing_else(
             assert child.status() == psutil.STATUS_ZOMBIE or child.wait(10) is None
 
 
-def test_a_failing_test_is_kept_at_once_and_looked_at_again(monkeypatch, tmp_path):
+def test_a_failing_test_is_saved_at_once_and_run_again(monkeypatch, tmp_path):
     """Another test hangs: pytest would list failures only at the end."""
     steps = {"kernels": failing_tests(tmp_path, 12)}
     show = "import os, sys; print(os.environ.get('CUDA_LAUNCH_BLOCKING'), sys.argv[1:3])"
@@ -185,7 +185,7 @@ def test_a_failing_test_is_kept_at_once_and_looked_at_again(monkeypatch, tmp_pat
     assert "1 ['-m', 'pytest']" in (tmp_path / "visit.log").read_text()
 
 
-def test_a_dead_context_ends_its_worker_alone(monkeypatch, tmp_path):
+def test_a_dead_cuda_context_ends_only_its_worker(monkeypatch, tmp_path):
     every = "-n1", "-k", "not slow"
     _, report = visit(monkeypatch, tmp_path, {"kernels": failing_tests(tmp_path, 60, *every)})
     found = {}
@@ -195,7 +195,7 @@ def test_a_dead_context_ends_its_worker_alone(monkeypatch, tmp_path):
     assert "an illegal memory access" in found["test_illegal"][0]["failed"]
 
 
-def test_a_second_visit_takes_what_the_first_one_did_not_pass(tmp_path):
+def test_a_second_visit_runs_the_parts_that_did_not_pass(tmp_path):
     parts = {name: {"rows": [{"case": "a"}]} for name in gpu_visit.VISIT[:-1]}
     parts["tokens"]["rows"].append({"case": "b", "ok": False})
     parts["example"]["failed"] = "exit code 1"
@@ -207,7 +207,7 @@ def test_a_second_visit_takes_what_the_first_one_did_not_pass(tmp_path):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
-def test_without_a_gpu_nothing_seems_to_pass(monkeypatch, tmp_path):
+def test_without_a_gpu_no_part_passes(monkeypatch, tmp_path):
     monkeypatch.setenv("OUT", str(tmp_path))
     with pytest.raises(SystemExit) as ended:
         gpu_visit.main("stack", "tokens", "kernels")

@@ -110,7 +110,7 @@ def test_peaks_are_measured() -> None:
     assert (peaks.dtype, peaks.by) == ("float32", CURRENT.name)
 
 
-def test_a_gpu_multiplies_random_numbers(monkeypatch) -> None:
+def test_the_gpu_peak_is_measured_on_random_matrices(monkeypatch) -> None:
     """A constant matrix draws less power and made the measured limit a tenth too high."""
     seen = []
     monkeypatch.setattr(torch, "mm", lambda a, b, out: seen.append((a, b)))
@@ -120,7 +120,7 @@ def test_a_gpu_multiplies_random_numbers(monkeypatch) -> None:
     assert not torch.equal(*seen[0])
 
 
-def test_a_multiplying_kernel_does_the_products_that_it_is_credited_with() -> None:
+def test_a_compute_kernel_does_all_counted_products() -> None:
     def sums(kernel: Any, x: np.ndarray, y: np.ndarray, start: np.ndarray, turns: int) -> Any:
         """The sums after `turns` iterations on one worker, all of them initialized to `start`."""
         data = np.zeros((1, cpu_peak.ROOM), start.dtype)
@@ -155,7 +155,7 @@ def test_a_multiplying_kernel_does_the_products_that_it_is_credited_with() -> No
         assert cpu_peak.operations("int8") == 8 * got.size
 
 
-def test_the_reading_kernel_leaves_nothing_out() -> None:
+def test_the_read_kernel_reads_all_bytes() -> None:
     data, found = cpu_peak.buffer(3 * 4 * cpu_peak.PAGE, 2), np.empty(2, np.int32)
     assert len(data) == 3 * cpu_peak.PAGE
     assert (data == 1).all()

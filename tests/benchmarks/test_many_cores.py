@@ -27,7 +27,7 @@ def totals(rows: int, context: int) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("rows", [1, 32])
-def test_parts_are_the_flops_and_bytes_of_the_model_of_costs(rows):
+def test_parts_have_the_flops_and_bytes_of_the_cost_model(rows):
     cost = ModelCost.from_config(SMALL, element_bytes=4)
     record = StepRecord.__new__(StepRecord)
     fields = {"starts": [511] * rows, "num_scheduled": [1] * rows, "num_logits": [1] * rows}
@@ -40,7 +40,7 @@ def test_parts_are_the_flops_and_bytes_of_the_model_of_costs(rows):
     assert found[1] + 4 * cost.head_params == pytest.approx(read, rel=0.01)
 
 
-def test_one_core_forks_nothing_and_takes_the_sum_of_its_parts():
+def test_one_core_starts_no_threads_and_takes_the_sum_of_its_parts():
     found = step_seconds(SMALL, ONE, 1, 512)
     assert found["forks"] == 0
     head = head_part(SMALL, 1, 4, 1)

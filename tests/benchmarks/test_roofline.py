@@ -49,7 +49,7 @@ def test_ideal_steps(step, ms):
     assert 1e3 * ideal.step_s[step - 1] == pytest.approx(ms, rel=0.005)
 
 
-def test_other_cards_models_and_caches():
+def test_the_roofline_of_other_gpus_models_and_caches():
     fp8 = roofline(QWEN, LENGTHS, H200_MEASURABLE, kv_element_bytes=1)
     assert fp8.seconds == pytest.approx(2.11, abs=0.005)
     assert fp8.output_tokens_per_s == pytest.approx(63_500, rel=0.002)

@@ -32,7 +32,7 @@ def config_of(line: str, scratch: Path) -> EngineConfig:
 # --- the command line -----------------------------------------------------------------------------
 
 
-def test_every_option_of_workload_and_engine_is_there_and_has_its_type(tmp_path: Path) -> None:
+def test_every_option_of_workload_and_engine_exists_with_its_type(tmp_path: Path) -> None:
     line = (
         "--model m --max-num-seqs 3 --kv-cache-gib 2 --watermark-frac 0.5 --overlap --cpu-isa avx2"
         " --no-enable-prefix-caching --quantization int8 --num-requests 7 --output-len 3 9"
@@ -58,7 +58,7 @@ def test_every_option_of_workload_and_engine_is_there_and_has_its_type(tmp_path:
         ("qwen3-30b-a3b", 30_532_122_624),
     ],
 )
-def test_shapes_are_what_transformers_reads(
+def test_shapes_equal_configs_of_transformers(
     shape: str, num_parameters: int, tmp_path: Path
 ) -> None:
     config = config_of(f"--shape {shape} --load-format dummy --dtype bfloat16", tmp_path)
@@ -86,7 +86,7 @@ def slow_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("slow_machine")
-def test_the_report_says_what_the_hardware_could_do(tmp_path: Path, make_llm: MakeLLM) -> None:
+def test_the_report_has_the_limits_of_the_hardware(tmp_path: Path, make_llm: MakeLLM) -> None:
     write_shape("tiny", tmp_path)
     llm = make_llm(model=str(tmp_path), max_num_seqs=4, **SIZES)
     work = WorkOptions(num_requests=6, input_len=(20, 40), output_len=(3, 9))
@@ -107,7 +107,7 @@ def test_the_report_says_what_the_hardware_could_do(tmp_path: Path, make_llm: Ma
 # --- comparison with transformers -----------------------------------------------------------------
 
 
-def test_comparison_with_transformers(tmp_path: Path, make_llm: MakeLLM) -> None:
+def test_the_report_compares_with_transformers(tmp_path: Path, make_llm: MakeLLM) -> None:
     write_shape("tiny", tmp_path)
     llm = make_llm(model=str(tmp_path), max_num_seqs=8, load_format="dummy", **SIZES)
     work = WorkOptions(num_requests=3, input_len=(20, 40), output_len=(3, 9), rounds=2)
@@ -124,7 +124,7 @@ def test_comparison_with_transformers(tmp_path: Path, make_llm: MakeLLM) -> None
 # --- comparison with the small engine -------------------------------------------------------------
 
 
-def test_rungs_from_the_small_engine_to_the_large_one(
+def test_the_ladder_has_rungs_from_the_small_engine_to_the_large_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "ladder.json"

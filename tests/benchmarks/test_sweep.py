@@ -29,7 +29,7 @@ SCALE = ["--num-requests", "4", "--input-len", "8", "40", "--output-len", "3", "
         ("max_num_seq=1", "no option 'max_num_seq'"),
     ],
 )
-def test_a_sweep_of_another_form_is_refused(text: str, message: str) -> None:
+def test_an_invalid_sweep_raises(text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         sweep.parse(text)
 
@@ -52,7 +52,7 @@ def test_a_sweep_has_a_point_for_each_value(
     assert len(re.findall(r"^\| [14] \| [\d.]+ \| [\d,]+ \|", text, re.M)) == 2
 
 
-def test_requests_arrive_at_a_rate_and_wait_from_when_they_were_due(
+def test_requests_arrive_at_a_rate_and_latency_counts_from_the_scheduled_arrival(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "rates.json"
@@ -80,7 +80,7 @@ def test_smaller_pools_waste_more_and_prediction_wastes_less() -> None:
     assert max(waste["predictive"]) < max(waste["watermark"])
 
 
-def test_the_roofline_of_a_step_is_the_longer_of_reading_and_computing() -> None:
+def test_the_roofline_of_a_step_is_the_longer_of_memory_and_compute_time() -> None:
     config = {"num_hidden_layers": 1, "hidden_size": 8, "num_attention_heads": 1,
               "intermediate_size": 8, "vocab_size": 16}  # fmt: skip
     cost = ModelCost.from_config(config, 4)

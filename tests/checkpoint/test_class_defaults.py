@@ -1,6 +1,6 @@
-"""defaults.json has the defaults of transformers' config classes; complete configs don't need it.
+"""defaults.json equals the defaults of transformers; complete configs do not need it.
 
-The test compares only classes that the installed version of transformers has.
+Only classes of the installed version of transformers are compared.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ TOOL = Path(__file__).resolve().parents[2] / "tools" / "class_defaults.py"
 
 
 def written() -> dict[str, dict[str, Any]]:
-    """What the tool would write now."""
+    """The content that the tool would write."""
     spec = importlib.util.spec_from_file_location("class_defaults", TOOL)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -28,17 +28,19 @@ def written() -> dict[str, dict[str, Any]]:
     return module.make()
 
 
-def test_the_file_is_what_transformers_classes_say() -> None:
-    now, kept = written(), config_reader.class_defaults()
-    assert len(now) > 60
-    assert {name: kept.get(name) for name in now} == now, "run python tools/class_defaults.py"
+def test_the_file_equals_the_config_classes_of_transformers() -> None:
+    expected, stored = written(), config_reader.class_defaults()
+    assert len(expected) > 60
+    assert {name: stored.get(name) for name in expected} == expected, (
+        "run python tools/class_defaults.py"
+    )
 
 
 def test_a_complete_config_is_read_without_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse() -> None:
+    def fail() -> None:
         raise AssertionError("defaults.json was read")
 
-    monkeypatch.setattr(config_reader, "class_defaults", refuse)
+    monkeypatch.setattr(config_reader, "class_defaults", fail)
     load_model_config(demo_model_path())
     raw = json.loads((Path(demo_model_path()) / "config.json").read_text(encoding="utf-8"))
     raw.pop("num_key_value_heads")

@@ -1,4 +1,4 @@
-"""ModelConfig: files of transformers 4 and 5 mean the same; unsupported values are named."""
+"""ModelConfig: configs of transformers 4 and 5 have equal values; errors name invalid values."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from nanoengine.checkpoint.config import (
     load_model_config,
     parse_model_config,
 )
-from nanoengine.checkpoint.config_reader import KEYS
+from nanoengine.checkpoint.config_reader import SCHEMA
 from nanoengine.checkpoint.families import TEXT_PARTS, every_family
 from nanoengine.checkpoint.layer_config import LayerConfig, MoEConfig
 from nanoengine.checkpoint.rope import RopeConfig
@@ -38,12 +38,12 @@ GEMMA3 = VERSION_4["gemma3"]
 
 
 def raw_config(family: str) -> dict[str, Any]:
-    """All keys of a family's config class, not only those that its tiny model sets."""
+    """A config.json with all keys of the family's config class."""
     raw = make_config(family).to_dict()
     names = IMAGE_MODELS if family.endswith("_vision") else CAUSAL_MODELS
     raw["architectures"] = [names[raw["model_type"]]]
     if raw.keys() & {"layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon"}:
-        raw.pop("rms_norm_eps", None)  # set by the tests: the class does not have it
+        raw.pop("rms_norm_eps", None)  # The test models set it, but the class lacks it.
     return raw
 
 
@@ -80,7 +80,7 @@ def test_values_of_a_llama_3_config() -> None:
     assert config.moe is None
 
 
-def test_a_plan_of_an_unknown_word_is_refused() -> None:
+def test_a_field_with_an_unknown_value_is_rejected() -> None:
     with pytest.raises(UnsupportedModelError, match="norms must be one of pre, post, sandwich"):
         LayerConfig(norms="both")  # type: ignore[arg-type]
     with pytest.raises(UnsupportedModelError, match="score must be one of softmax, sigmoid"):
@@ -89,7 +89,7 @@ def test_a_plan_of_an_unknown_word_is_refused() -> None:
         )
 
 
-def test_which_layers_slide() -> None:
+def test_layers_with_a_sliding_window() -> None:
     def windows(case: str, **overrides: Any) -> tuple[int | None, ...]:
         return parse_model_config({**BASE, **VERSION_4[case], **overrides}).sliding_windows
 
@@ -165,7 +165,7 @@ def test_generation_config_adds_end_tokens_and_defaults(tmp_path: Path) -> None:
     assert config.generation_defaults == {"temperature": 0.6, "max_tokens": 99}
 
 
-def test_missing_keys_take_the_families_defaults() -> None:
+def test_missing_keys_have_the_defaults_of_the_family() -> None:
     optional = ("rms_norm_eps", "num_key_value_heads", "torch_dtype", "eos_token_id")
     raw = {key: value for key, value in BASE.items() if key not in optional}
     config = parse_model_config(raw)
@@ -180,7 +180,7 @@ def test_missing_keys_take_the_families_defaults() -> None:
 
 
 @pytest.mark.parametrize(("family", "keys", "message"), CONFIGS["refused"])
-def test_what_changes_the_maths_is_refused_by_name_and_value(
+def test_a_key_that_changes_the_computation_is_rejected_with_its_value(
     family: str, keys: dict[str, Any], message: str
 ) -> None:
     raw = BASE if family == "base" else raw_config(family)
@@ -192,11 +192,11 @@ def test_what_changes_the_maths_is_refused_by_name_and_value(
 
 def test_harmless_keys_are_accepted() -> None:
     harmless = {"attention_dropout": 0.1, "pretraining_tp": 2, "use_cache": False, "note": "x"}
-    neutral = {"quantization_config": None, "partial_rotary_factor": 1.0, "mlp_bias": False}
-    assert parse_model_config({**BASE, **harmless, **neutral}) == parse_model_config(BASE)
+    defaults = {"quantization_config": None, "partial_rotary_factor": 1.0, "mlp_bias": False}
+    assert parse_model_config({**BASE, **harmless, **defaults}) == parse_model_config(BASE)
 
 
-def test_unknown_architecture_lists_the_supported_ones() -> None:
+def test_an_unknown_architecture_raises_with_the_supported_ones() -> None:
     with pytest.raises(UnsupportedModelError) as error:
         parse_model_config({**BASE, "architectures": ["BloomForCausalLM"]})
     known = [*every_family(), *TEXT_PARTS]
@@ -206,7 +206,7 @@ def test_unknown_architecture_lists_the_supported_ones() -> None:
         parse_model_config({**BASE, "architectures": None, "model_type": "bloom"})
 
 
-def test_a_directory_without_a_readable_config(tmp_path: Path) -> None:
+def test_a_directory_without_a_valid_config_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no config\.json"):
         load_model_config(tmp_path)
     (tmp_path / "config.json").write_text("{", encoding="utf-8")
@@ -234,11 +234,11 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("rope_theta", {"rope_theta": 10**400}, "a finite number"),
     *CONFIGS["wrong"],
 ]  # fmt: skip
-"""Key, changed config keys, and the allowed values that the message names."""
+"""Key, changed keys of the config, and what is allowed according to the message."""
 
 
 @pytest.mark.parametrize(("key", "change", "allowed"), WRONG)
-def test_a_value_that_cannot_be_is_refused_by_key_value_and_what_is_allowed(
+def test_an_impossible_value_is_rejected_with_its_key_and_what_is_allowed(
     key: str, change: dict[str, Any], allowed: str
 ) -> None:
     with pytest.raises(UnsupportedModelError) as error:
@@ -261,7 +261,7 @@ WRONG_GENERATION: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("key", WRONG_GENERATION)
-def test_generation_config_is_read_by_type_and_range(key: str) -> None:
+def test_types_and_ranges_in_a_generation_config_are_checked(key: str) -> None:
     value, allowed = WRONG_GENERATION[key]
     name = key.partition(":")[0].partition("[")[0]
     with pytest.raises(UnsupportedModelError) as error:
@@ -271,7 +271,9 @@ def test_generation_config_is_read_by_type_and_range(key: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
-def test_a_file_that_is_none_or_nested_without_end_is_refused(name: str, tmp_path: Path) -> None:
+def test_a_config_that_is_not_a_file_or_is_nested_too_deeply_is_rejected(
+    name: str, tmp_path: Path
+) -> None:
     write(tmp_path, "config.json", BASE)
     write(tmp_path, "generation_config.json", {})
     file = tmp_path / name
@@ -286,27 +288,27 @@ def test_a_file_that_is_none_or_nested_without_end_is_refused(name: str, tmp_pat
         load_model_config(tmp_path)
     file.unlink()
     os.mkfifo(file)
-    with pytest.raises(ModelError, match=f"{name} is no regular file"):
+    with pytest.raises(ModelError, match=f"{name} is not a regular file"):
         load_model_config(tmp_path)
     file.unlink()
     file.symlink_to("/dev/zero")
-    with pytest.raises(ModelError, match=f"{name} is no regular file"):
+    with pytest.raises(ModelError, match=f"{name} is not a regular file"):
         load_model_config(tmp_path)
     file.unlink()
     file.mkdir()
-    with pytest.raises(ModelError, match=f"{name} is no regular file"):
+    with pytest.raises(ModelError, match=f"{name} is not a regular file"):
         load_model_config(tmp_path)
 
 
-def test_the_largest_vocabulary_is_that_of_the_sampler() -> None:
-    assert KEYS["vocab_size"].most == MAX_VOCAB_SIZE
+def test_the_largest_vocabulary_equals_the_limit_of_the_sampler() -> None:
+    assert SCHEMA["vocab_size"].maximum == MAX_VOCAB_SIZE
 
 
 # --- unused keys ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("family", MODELS)
-def test_every_key_that_transformers_has_is_read_refused_or_harmless(
+def test_every_key_of_transformers_is_read_rejected_or_harmless(
     family: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     raw = raw_config(family)
@@ -315,19 +317,25 @@ def test_every_key_that_transformers_has_is_read_refused_or_harmless(
     assert caplog.messages == []
 
 
-def test_keys_that_nobody_knows_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_warning_names_unknown_keys(caplog: pytest.LogCaptureFixture) -> None:
     """A model with new computations may use an existing architecture name."""
     parse_model_config({**BASE, "mixes_heads": True, "unsloth_fixed": None})
-    assert caplog.messages == ["config.json has keys that are not read: 'mixes_heads'"]
+    assert caplog.messages == ["config.json has unknown keys, which are ignored: 'mixes_heads'"]
 
 
-def test_what_transformers_saves_for_itself_is_not_told(caplog: pytest.LogCaptureFixture) -> None:
-    own = {"_model_name_or_path": "a", "_attn_implementation": "sdpa", "task_specific_params": {}}
-    parse_model_config({**BASE, **own})
+def test_private_attributes_of_transformers_cause_no_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    private = {
+        "_model_name_or_path": "a",
+        "_attn_implementation": "sdpa",
+        "task_specific_params": {},
+    }
+    parse_model_config({**BASE, **private})
     assert caplog.messages == []
 
 
-def test_an_unknown_architecture_is_shown_with_the_nearest_ones() -> None:
+def test_an_unknown_architecture_raises_with_the_most_similar_ones() -> None:
     name = "Qwen3OmniForConditionalGeneration"
     with pytest.raises(UnsupportedModelError, match=r"supported: Qwen3.* more$") as error:
         parse_model_config({**BASE, "architectures": [name, *(["x" * 10_000] * 100)]})

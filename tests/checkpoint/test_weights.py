@@ -1,4 +1,4 @@
-"""Weights: all supported checkpoint layouts, and errors that name what is wrong."""
+"""Weights: supported layouts of checkpoints, and errors for invalid checkpoints."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ Q_PROJ, O_PROJ = (f"model.layers.0.self_attn.{part}_proj.weight" for part in "qo
 
 
 def edit(directory: Path, change: Callable[[Tensors], object]) -> None:
-    """Rewrites the checkpoint's single file."""
+    """Rewrites the single file of a checkpoint."""
     file = directory / "model.safetensors"
     tensors = load_file(file)
     change(tensors)
@@ -54,7 +54,7 @@ def test_a_sharded_checkpoint_equals_a_single_file(tmp_path: Path) -> None:
     assert torch.equal(one, many)
 
 
-def test_a_tied_checkpoint_may_hold_the_head_or_not(tmp_path: Path) -> None:
+def test_a_tied_checkpoint_may_include_the_head(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "qwen3")
     without = build(tmp_path)
     assert "lm_head.weight" not in load_file(tmp_path / "model.safetensors")
@@ -67,40 +67,40 @@ def test_a_tied_checkpoint_may_hold_the_head_or_not(tmp_path: Path) -> None:
     assert torch.equal(all_logits(build(tmp_path), PROMPTS), all_logits(without, PROMPTS))
 
 
-@pytest.mark.parametrize("place", [0, -1])
-def test_a_head_that_differs_from_the_embedding_it_is_tied_to_is_refused(
-    place: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("at", [0, -1])
+def test_a_tied_head_that_differs_from_the_embedding_is_rejected(
+    at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Either of the two tensors may be the intended one, and they give different tokens."""
+    """It is unknown which of the two tensors is right, and they give different tokens."""
     monkeypatch.setattr(weights, "ROWS_COMPARED", 100)
     make_checkpoint(tmp_path, "qwen3")
 
     def add_head(tensors: Tensors) -> None:
         tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
-        tensors["lm_head.weight"][place, place] += 1
+        tensors["lm_head.weight"][at, at] += 1
 
     edit(tmp_path, add_head)
     with pytest.raises(WeightLoadError, match=r"tie_word_embeddings=True, but lm_head.*differs"):
         build(tmp_path)
 
 
-def test_an_untied_checkpoint_needs_its_head(tmp_path: Path) -> None:
+def test_an_untied_checkpoint_without_a_head_is_rejected(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "llama")
     edit(tmp_path, lambda tensors: tensors.pop("lm_head.weight"))
     with pytest.raises(WeightLoadError, match=r"missing: lm_head\.weight$"):
         build(tmp_path)
 
 
-def test_experts_may_be_stacked_or_one_by_one(tmp_path: Path) -> None:
-    one_by_one, stacked = tmp_path / "one", tmp_path / "stacked"
-    make_checkpoint(one_by_one, "qwen3_moe")
+def test_experts_may_be_stacked_or_separate_tensors(tmp_path: Path) -> None:
+    separate, stacked = tmp_path / "one", tmp_path / "stacked"
+    make_checkpoint(separate, "qwen3_moe")
     make_checkpoint(stacked, "qwen3_moe", fused_experts=True)
-    names = [load_file(d / "model.safetensors").keys() for d in (one_by_one, stacked)]
+    names = [load_file(d / "model.safetensors").keys() for d in (separate, stacked)]
     assert "model.layers.0.mlp.experts.7.up_proj.weight" in names[0]
     assert "model.layers.0.mlp.experts.gate_up_proj" in names[1]
     for shard in (Shard(0, 1), Shard(1, 2)):
         first, second = (
-            dict(build(d, shard=shard).named_parameters()) for d in (one_by_one, stacked)
+            dict(build(d, shard=shard).named_parameters()) for d in (separate, stacked)
         )
         assert first.keys() == second.keys()
         assert all(torch.equal(first[name], second[name]) for name in first)
@@ -117,7 +117,7 @@ def test_weights_are_converted_to_the_models_dtype(stored: torch.dtype, tmp_path
         assert torch.equal(loaded, tensors[Q_PROJ].to(dtype))
 
 
-def test_fused_matrices_hold_their_parts_in_order(tmp_path: Path) -> None:
+def test_fused_matrices_have_their_parts_in_order(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "qwen2")
     tensors = load_file(tmp_path / "model.safetensors")
     layer = build(tmp_path).model.layers[1]
@@ -158,7 +158,7 @@ def test_a_tensor_that_does_not_match_is_named(case: str, tmp_path: Path) -> Non
         build(tmp_path)
 
 
-def test_many_wrong_names_are_listed_up_to_ten(tmp_path: Path) -> None:
+def test_at_most_ten_wrong_names_are_listed(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "llama")
     edit(tmp_path, lambda t: [t.pop(name) for name in list(t) if ".layers." in name])
     with pytest.raises(WeightLoadError, match=r"input_layernorm.* and 8 more") as error:
@@ -166,7 +166,7 @@ def test_many_wrong_names_are_listed_up_to_ten(tmp_path: Path) -> None:
     assert str(error.value).count("model.layers.") == 10
 
 
-def test_harmless_leftovers_of_old_checkpoints_are_accepted(tmp_path: Path) -> None:
+def test_unneeded_tensors_of_old_checkpoints_are_ignored(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "llama")
     expected = all_logits(build(tmp_path), PROMPTS)
     leftover = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8)}
@@ -183,7 +183,7 @@ def test_a_missing_shard_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("names", ["numbered", "free"])
-def test_several_files_without_an_index_are_read(names: str, tmp_path: Path) -> None:
+def test_several_files_without_an_index_are_loaded(names: str, tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "one", "llama")
     make_checkpoint(tmp_path / "several", "llama", max_shard_size="100KB")
     (tmp_path / "several" / INDEX).unlink()
@@ -200,20 +200,20 @@ def test_several_files_without_an_index_are_read(names: str, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("names", ["numbered", "free", "two sets"])
-def test_what_is_missing_without_an_index_is_named(names: str, tmp_path: Path) -> None:
+def test_without_an_index_an_error_names_what_is_missing(names: str, tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "llama", max_shard_size="100KB")
     (tmp_path / INDEX).unlink()
     first, second, *others = sorted(tmp_path.glob("*.safetensors"))
-    message = f"has no {INDEX}; missing: {second.name}"
-    lost = next(iter(load_file(second)))
+    message = f"has no {INDEX} and lacks {second.name}"
+    tensor = next(iter(load_file(second)))
     second.unlink()
     if names == "free":
         for number, shard in enumerate([first, *others]):
             shard.rename(tmp_path / f"{number}.safetensors")
-        message = f"missing: .*{lost}"
+        message = f"missing: .*{tensor}"
     if names == "two sets":
         (tmp_path / "other-00001-of-00002.safetensors").touch()
-        message = "missing: .*other-00002-of-00002"
+        message = "lacks .*other-00002-of-00002"
     with pytest.raises(WeightLoadError, match=message):
         build(tmp_path)
 
@@ -229,7 +229,7 @@ WRONG = {
 @pytest.mark.parametrize(
     "name", ["model.safetensors", INDEX, "config.json", "generation_config.json"]
 )
-def test_what_a_file_holds_in_place_of_its_content_is_named(
+def test_an_error_says_what_a_file_has_instead_of_its_content(
     case: str, name: str, tmp_path: Path
 ) -> None:
     content, message = WRONG[case]
@@ -239,15 +239,17 @@ def test_what_a_file_holds_in_place_of_its_content_is_named(
         build(tmp_path)
 
 
-def test_a_directory_without_weights_fails(tmp_path: Path) -> None:
+def test_a_directory_without_weights_is_rejected(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "llama")
     (tmp_path / "model.safetensors").unlink()
-    with pytest.raises(WeightLoadError, match=r"holds no weights: neither model\.safetensors"):
+    with pytest.raises(WeightLoadError, match=r"has no weights: neither model\.safetensors"):
         build(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "consolidated.00.pth", "model.pt"])
-def test_pickled_weights_are_refused_with_the_way_out(name: str, tmp_path: Path) -> None:
+def test_pickled_weights_are_rejected_with_code_that_converts_them(
+    name: str, tmp_path: Path
+) -> None:
     make_checkpoint(tmp_path, "llama")
     (tmp_path / "model.safetensors").rename(tmp_path / name)
     with pytest.raises(WeightLoadError, match="pickle runs code") as error:
@@ -257,7 +259,7 @@ def test_pickled_weights_are_refused_with_the_way_out(name: str, tmp_path: Path)
     assert "safe_serialization=True" in str(error.value)
 
 
-def test_damaged_files_fail_by_name(tmp_path: Path) -> None:
+def test_an_error_names_a_damaged_file(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "llama")
     file = tmp_path / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-1000])
@@ -266,7 +268,7 @@ def test_damaged_files_fail_by_name(tmp_path: Path) -> None:
 
 
 INDEXES: dict[str, tuple[str, str]] = {
-    "a list": ("[]", "must hold a JSON object, got list"),
+    "a list": ("[]", "must contain a JSON object, got list"),
     "no map": ("{}", "weight_map must be a dict, got None"),
     "an empty map": ('{"weight_map": {}}', "names no files"),
     "a map of numbers": ('{"weight_map": {"a": 5}}', r"weight_map\['a'\] must be a string, got 5"),
@@ -277,14 +279,20 @@ INDEXES: dict[str, tuple[str, str]] = {
     "a null byte": (json.dumps({"weight_map": {"a": "x\0y"}}), "names files that are missing"),
     "a directory": (json.dumps({"weight_map": {"a": "."}}), "names files that are missing"),
     "a FIFO": (json.dumps({"weight_map": {"a": "fifo"}}), "names files that are missing: fifo"),
-    "above": (json.dumps({"weight_map": {"a": "../other.safetensors"}}), "outside of it: ../other"),
-    "around": (json.dumps({"weight_map": {"a": "x/../../other.safetensors"}}), "outside of it"),
-    "absolute": (json.dumps({"weight_map": {"a": "{absolute}"}}), "outside of it: /"),
+    "above": (
+        json.dumps({"weight_map": {"a": "../other.safetensors"}}),
+        "outside its folder: ../other",
+    ),
+    "around": (
+        json.dumps({"weight_map": {"a": "x/../../other.safetensors"}}),
+        "outside its folder",
+    ),
+    "absolute": (json.dumps({"weight_map": {"a": "{absolute}"}}), "outside its folder: /"),
 }
 
 
 @pytest.mark.parametrize("case", INDEXES)
-def test_an_index_names_files_of_the_checkpoint_or_is_refused(case: str, tmp_path: Path) -> None:
+def test_an_index_that_names_other_files_is_rejected(case: str, tmp_path: Path) -> None:
     content, message = INDEXES[case]
     directory, other = tmp_path / "model", tmp_path / "other.safetensors"
     make_checkpoint(directory, "llama")
@@ -297,15 +305,15 @@ def test_an_index_names_files_of_the_checkpoint_or_is_refused(case: str, tmp_pat
     assert len(str(error.value)) < 800
 
 
-def test_an_index_may_be_no_fifo(tmp_path: Path) -> None:
+def test_an_index_that_is_a_fifo_is_rejected(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "llama")
     os.mkfifo(tmp_path / INDEX)
-    with pytest.raises(WeightLoadError, match="no regular file"):
+    with pytest.raises(WeightLoadError, match="not a regular file"):
         build(tmp_path)
 
 
-def test_files_in_directories_below_and_links_to_a_store_are_read(tmp_path: Path) -> None:
-    """The Hugging Face cache: a snapshot of links to files that are named after their hashes."""
+def test_files_in_subdirectories_and_links_are_loaded(tmp_path: Path) -> None:
+    """As in the hub's cache: a snapshot has links to files that are named after their digests."""
     make_checkpoint(tmp_path / "plain", "llama")
     snapshot, blobs = tmp_path / "snapshots" / "5f3a", tmp_path / "blobs"
     blobs.mkdir()
@@ -329,10 +337,10 @@ def test_files_in_directories_below_and_links_to_a_store_are_read(tmp_path: Path
 @pytest.mark.parametrize("linear", [UnquantizedLinear, PackedLinear])
 @pytest.mark.parametrize("name", ["model.layers.0.mlp.up_proj.weight", "lm_head.weight",
                                   "model.embed_tokens.weight"])  # fmt: skip
-def test_a_tensor_in_two_files_is_refused(
+def test_a_tensor_in_two_files_is_rejected(
     name: str, linear: type[LinearMethod], tmp_path: Path
 ) -> None:
-    """Two copies of a packed weight may differ."""
+    """The two copies may differ."""
     make_checkpoint(tmp_path, "llama", vocab_size=256)
     tensors = load_file(tmp_path / "model.safetensors")
     save_file({name: tensors[name]}, tmp_path / "again.safetensors")
@@ -343,7 +351,7 @@ def test_a_tensor_in_two_files_is_refused(
         build(tmp_path, kernels=Kernels(DenseAttention(), linear))
 
 
-def test_each_slot_is_filled_once_whatever_stores_it(
+def test_a_slot_that_is_filled_twice_raises(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_checkpoint(tmp_path, "llama")
@@ -363,23 +371,43 @@ def test_each_slot_is_filled_once_whatever_stores_it(
 
 SIZES: list[tuple[str, str, int, str]] = [
     # family, key, value, expected part of the message
-    ("llama", "vocab_size", 300_000, "vocab_size=300000, but model.embed_tokens.weight is [256,"),
-    ("llama", "hidden_size", 2**20, "hidden_size=1048576, but model.embed_tokens.weight is"),
-    ("llama", "intermediate_size", 2**22, "intermediate_size=4194304, but model.layers.0.mlp"),
-    ("llama", "num_hidden_layers", 10_000, "num_hidden_layers=10000, but the files hold 21"),
+    (
+        "llama",
+        "vocab_size",
+        300_000,
+        "vocab_size=300000, but the shape of model.embed_tokens.weight is [256,",
+    ),
+    ("llama", "hidden_size", 2**20, "hidden_size=1048576, but the shape of model.embed_tokens"),
+    (
+        "llama",
+        "intermediate_size",
+        2**22,
+        "intermediate_size=4194304, but the shape of model.layers.0.mlp",
+    ),
+    ("llama", "num_hidden_layers", 10_000, "num_hidden_layers=10000, but the files have only 21"),
     ("llama", "num_attention_heads", 2**16, "num_attention_heads * head_dim=1048576, but"),
     ("llama", "head_dim", 2**16, "num_attention_heads * head_dim=262144, but"),
     ("llama", "num_key_value_heads", 4, "num_key_value_heads * head_dim=64, but"),
-    ("qwen3_moe", "num_experts", 4096, "num_experts=4096, but model.layers.0.mlp.gate.weight"),
+    (
+        "qwen3_moe",
+        "num_experts",
+        4096,
+        "num_experts=4096, but the shape of model.layers.0.mlp.gate",
+    ),
     ("qwen3_moe", "moe_intermediate_size", 2**22, "moe_intermediate_size=4194304, but"),
-    ("qwen3_moe", "intermediate_size", 2**22, "intermediate_size=4194304, but model.layers.1.mlp"),
-    ("qwen3_next", "num_attention_heads", 8, "2 * num_attention_heads * head_dim=256, but model"),
+    (
+        "qwen3_moe",
+        "intermediate_size",
+        2**22,
+        "intermediate_size=4194304, but the shape of model.layers.1.mlp",
+    ),
+    ("qwen3_next", "num_attention_heads", 8, "2 * num_attention_heads * head_dim=256, but"),
 ]
 
 
 @pytest.mark.parametrize(("family", "key", "value", "message"), SIZES)
 @pytest.mark.parametrize("stacked", [False, True])
-def test_a_size_that_the_tensors_lack_is_named_before_anything_is_built(
+def test_a_size_that_contradicts_the_tensors_is_rejected_before_the_model_is_built(
     family: str, key: str, value: int, message: str, stacked: bool, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
@@ -392,7 +420,7 @@ def test_a_size_that_the_tensors_lack_is_named_before_anything_is_built(
     assert f"config.json has {message}" in str(error.value)
 
 
-def test_a_context_beyond_all_models_makes_no_tables(tmp_path: Path) -> None:
+def test_a_huge_context_is_rejected_before_tables_are_allocated(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "llama", max_position_embeddings=10**9)
     with pytest.raises(ConfigError, match=r"1000000000 tokens \(max_position_.*max_model_len="):
         build(tmp_path)
@@ -400,7 +428,7 @@ def test_a_context_beyond_all_models_makes_no_tables(tmp_path: Path) -> None:
     assert model.model.rotary.table.shape == (600, 16)
 
 
-def test_dummy_weights_need_no_files_and_depend_on_the_seed_alone(tmp_path: Path) -> None:
+def test_dummy_weights_need_no_files_and_depend_only_on_the_seed(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "qwen3_moe")
     (tmp_path / "model.safetensors").unlink()
     model = build(tmp_path, load_format="dummy")
@@ -425,7 +453,7 @@ def test_every_parameter_is_filled(tmp_path: Path) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(torch.nan)
-    slots = {name: slot for name, slot in weight_slots(model).items() if slot.absent is None}
+    slots = {name: slot for name, slot in weight_slots(model).items() if slot.on_missing is None}
     fused = {name: slot for name, slot in slots.items() if slot.pieces}
     assert len(fused) == 4  # two layers of experts
     for name in fused:
@@ -436,7 +464,7 @@ def test_every_parameter_is_filled(tmp_path: Path) -> None:
     assert not any(parameter.isnan().any() for parameter in model.parameters())
 
 
-def test_loading_peaks_far_below_two_copies(
+def test_peak_memory_of_loading_is_far_below_two_copies(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_checkpoint(tmp_path, "llama")
@@ -453,19 +481,19 @@ def test_loading_peaks_far_below_two_copies(
     del tensors
 
     rss = psutil.Process().memory_info
-    seen = []
+    sizes = []
     read = weights.read_tensors
 
-    def watched(*args: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    def recorded(*args: Any) -> Iterator[tuple[str, torch.Tensor]]:
         for item in read(*args):
             yield item
-            seen.append(rss().rss)
+            sizes.append(rss().rss)
 
-    monkeypatch.setattr(weights, "read_tensors", watched)
+    monkeypatch.setattr(weights, "read_tensors", recorded)
     monkeypatch.setattr(files, "MAPPED_BYTES", 4 << 20)
     before = rss().rss
     model = build(tmp_path)
     weight_bytes = sum(p.nbytes for p in model.parameters())
-    peak = max(seen) - before
+    peak = max(sizes) - before
     assert weight_bytes > 120e6
     assert peak < 1.2 * weight_bytes, f"{peak / weight_bytes:.2f} times the weights"

@@ -75,14 +75,14 @@ REFUSED = {
     "chat /no/model --n 2": "--n must be 1",
     "chat /no/model --top-p 7": "top_p must be in (0, 1], got 7",
     "info /no/such/dir": "model directory '/no/such/dir' does not exist",
-    "generate . --prompt a": "model='.' is no checkpoint: it has no config.json, and no GGUF file",
+    "generate . --prompt a": "model='.' is not a checkpoint: it has no config.json and no GGUF",
     "info m --kv-disk d": TIERS,
     "info m --kv-disk d --kv-disk-gib 1": TIERS,
     "info m --kv-host-gib 0": "HostTier gib must be greater than 0",
     "info m --max-num-seqs 0": "max_num_seqs must be at least 1, got 0",
     "embed demo a.txt --output v.json": "--output must end in .npy or .parquet",
     "embed demo a.txt --output v.npy --dimensions 0": "dimensions must be at least 1",
-    "bench --smoke --json missing/report.json": "json='missing/report.json' lies in a directory",
+    "bench --smoke --json missing/report.json": "json='missing/report.json' is in a directory",
     "simulate --num-blocks 20 --workload nowhere.csv": "the workload must be random, shared-prefix",
     "simulate --num-blocks 20 --fit nowhere.json": "fit='nowhere.json' must be a report",
     "simulate --num-blocks 20 --block-size 7": "block_size must be a power of two",
@@ -239,7 +239,7 @@ def test_a_prompt_that_can_not_be_made_says_why(
     """Regression: the error was about a prompt that is None."""
     command = ["generate", str(model), "--prompt", "the dog", "--reasoning-parser", "auto"]
     assert cli.main([*command, *GREEDY]) == 1
-    assert "shows no form that is known" in json.loads(capsys.readouterr().out)["error"]["message"]
+    assert "matches no known format" in json.loads(capsys.readouterr().out)["error"]["message"]
 
 
 def test_every_field_of_sampling_params_is_an_option() -> None:

@@ -21,7 +21,7 @@ def exactly(max_tokens: int) -> SamplingParams:
 # --- hysteresis -----------------------------------------------------------------------------------
 
 
-def test_hysteresis_closes_at_one_pressure_and_opens_at_another():
+def test_hysteresis_stops_admission_at_one_pressure_and_resumes_it_at_another():
     # 20 usable blocks of 4 tokens; each request holds 4 blocks while it runs.
     engine = make_engine(
         num_blocks=21, policy=Hysteresis(0.7, 0.25), enable_prefix_caching=False, max_num_seqs=8
@@ -39,7 +39,7 @@ def test_hysteresis_closes_at_one_pressure_and_opens_at_another():
 # --- prediction -----------------------------------------------------------------------------------
 
 
-def test_known_lengths_are_never_over_committed():
+def test_sequences_of_known_length_are_never_preempted():
     # Each request starts with 2 blocks and ends with 5: all 9 fit at first, only 4 at the peak.
     prompts = [[i + 1] * 8 for i in range(9)]
     preemptions = {}
@@ -65,14 +65,15 @@ class Bounded(Predictive):
 
     num_compared, num_saved = 0, 0
 
-    def _most(self, seq, admission, running, manager):
-        most, peak = (
-            kind(seq, admission, running, manager) for kind in (super()._most, self._peak)
+    def _upper_bound(self, seq, admission, running, manager):
+        bound, peak = (
+            predict(seq, admission, running, manager)
+            for predict in (super()._upper_bound, self._peak)
         )
-        assert peak <= most
+        assert peak <= bound
         self.num_compared += 1
-        self.num_saved += most <= manager.pool.num_usable
-        return most
+        self.num_saved += bound <= manager.pool.num_usable
+        return bound
 
 
 @settings(max_examples=30)
@@ -81,7 +82,7 @@ class Bounded(Predictive):
     num_blocks=st.integers(15, 80),
     ignore_eos=st.booleans(),
 )
-def test_no_prediction_is_above_the_bound_that_saves_it(sizes, num_blocks, ignore_eos):
+def test_no_predicted_peak_exceeds_its_upper_bound(sizes, num_blocks, ignore_eos):
     policy = Bounded()
     engine = make_engine(num_blocks=num_blocks, max_num_seqs=8, policy=policy, eos_token_ids=(0,))
     for i, (prompt, output) in enumerate(sizes):
@@ -91,7 +92,7 @@ def test_no_prediction_is_above_the_bound_that_saves_it(sizes, num_blocks, ignor
     assert policy.num_compared
 
 
-def test_a_pool_with_room_for_all_is_not_predicted():
+def test_a_pool_that_fits_all_needs_no_prediction():
     policy = Bounded()
     engine = make_engine(num_blocks=80, policy=policy, enable_prefix_caching=False)
     for i in range(4):
@@ -100,7 +101,7 @@ def test_a_pool_with_room_for_all_is_not_predicted():
     assert policy.num_saved == policy.num_compared == 3
 
 
-def test_sequences_that_end_at_different_times_hand_their_blocks_on():
+def test_blocks_freed_by_a_short_sequence_count_for_a_longer_one():
     # The short one ends before the long one needs its blocks, so both are admitted at once.
     engine = make_engine(num_blocks=9, enable_prefix_caching=False, policy=Predictive())
     engine.add_request("long", [1] * 4, exactly(25))  # ends with 7 of 8 blocks
@@ -111,24 +112,26 @@ def test_sequences_that_end_at_different_times_hand_their_blocks_on():
     assert engine.stats().preemptions == 0
 
 
-def test_lengths_are_learned_from_those_that_finished():
+def test_expected_lengths_come_from_finished_sequences():
     policy = Predictive()
     engine = make_engine(policy=policy, num_blocks=200, eos_token_ids=(0,), max_num_seqs=2)
     request = engine.add_request("0", [1], SamplingParams(max_tokens=90))
     (seq,) = request.sequences
-    assert policy.num_expected_tokens(seq) == 90, "nothing is known: the bound"
+    assert policy.num_expected_tokens(seq) == 90, (
+        "no length is known yet, so max_tokens is expected"
+    )
     for length in (2, 4, 6):
         engine.add_request(f"end {length}", [5], exactly(length), priority=-1)
     engine.step()
     while engine.num_unfinished > 1:
         engine.step()
-    done = seq.num_output_tokens
-    longer = [length for length in (2, 4, 6) if length > done]
-    expected = sum(longer) // len(longer) - done if longer else 90 - done
+    num_output = seq.num_output_tokens
+    longer = [length for length in (2, 4, 6) if length > num_output]
+    expected = sum(longer) // len(longer) - num_output if longer else 90 - num_output
     assert policy.num_expected_tokens(seq) == expected
 
 
-def test_aborted_sequences_teach_nothing():
+def test_aborted_sequences_do_not_change_expected_lengths():
     policy = Predictive()
     engine = make_engine(max_num_seqs=1, policy=policy)
     for length in (2, 6):
@@ -151,7 +154,7 @@ def test_shared_blocks_count_once():
     assert engine.stats().num_running == 8
 
 
-def test_a_window_holds_its_window_only():
+def test_a_windowed_sequence_is_predicted_to_hold_its_window_only():
     engine = make_engine(
         num_blocks=25, windows=(8,), policy=Predictive(), max_num_batched_tokens=16, max_num_seqs=4
     )
@@ -163,7 +166,7 @@ def test_a_window_holds_its_window_only():
     assert engine.stats().preemptions == 0
 
 
-def test_the_last_few_that_wait_go_longest_first():
+def test_the_last_waiting_sequences_are_admitted_longest_first():
     order = {}
     for policy in (None, Hysteresis(), Predictive()):
         engine = make_engine(num_blocks=100, max_num_seqs=3, policy=policy)
@@ -177,7 +180,7 @@ def test_the_last_few_that_wait_go_longest_first():
     assert order[Predictive] == [0, 1, 2, 3, 4, 6, 5]
 
 
-def test_new_and_less_urgent_ones_do_not_overtake_by_being_longer():
+def test_longer_sequences_that_are_newer_or_less_urgent_do_not_overtake():
     policy, engine = Predictive(), make_engine(num_blocks=100)
 
     def add(name: str, length: int, priority: int = 0):
@@ -195,7 +198,7 @@ def test_new_and_less_urgent_ones_do_not_overtake_by_being_longer():
     assert policy.next_to_admit([later]) is later
 
 
-def test_settings_are_checked():
+def test_admission_settings_are_checked():
     for bad in (
         {"admission": "optimistic"},
         {"admission": "predictive", "admit_below": 0.5},

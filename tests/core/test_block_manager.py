@@ -22,7 +22,7 @@ from tests.support.block_managers import (
 # --- admission ------------------------------------------------------------------------------------
 
 
-def test_ok_later_never():
+def test_can_allocate_returns_ok_later_or_never():
     manager = make_manager(num_blocks=101, block_size=4, watermark_frac=0.05)
     assert manager.num_watermark_blocks == 5
     verdicts = {
@@ -40,7 +40,7 @@ def test_ok_later_never():
     )
 
 
-def test_a_question_changes_nothing():
+def test_can_allocate_changes_nothing():
     manager = make_manager(num_blocks=5, block_size=4)
     first = computed(manager, list(range(12)))
     manager.deallocate(first)
@@ -52,7 +52,7 @@ def test_a_question_changes_nothing():
     assert not manager.updates and not manager.copies
 
 
-def test_shared_blocks_reduce_the_need_and_revived_ones_count():
+def test_only_cached_blocks_that_are_not_active_count_as_needed():
     manager = make_manager(num_blocks=11, block_size=4)
     tokens = list(range(24))
     first = computed(manager, tokens)
@@ -97,18 +97,18 @@ def test_fifteen_of_sixteen_decodes_allocate_nothing():
     assert allocating == [0, 16, 32, 48]
 
 
-def test_no_room_says_false_and_takes_nothing():
+def test_allocate_slots_returns_false_and_allocates_nothing_if_no_block_is_free():
     manager = make_manager(num_blocks=3, block_size=4)
     seq = computed(manager, [1] * 8)
     seq.token_ids.append(1)
-    assert manager.may_append(seq, 1) is False
+    assert manager.allocate_slots(seq, 1) is False
     check_manager(manager, [seq])
     assert len(seq.block_tables[0]) == 2
 
 
 @pytest.mark.parametrize("num_prompt_tokens", [6, 7, 8, 9, 16])
 @pytest.mark.parametrize("num_appended", [1, 2, 3, 8, 9])
-def test_copy_on_write_arithmetic(num_prompt_tokens, num_appended):
+def test_copy_on_write_copies_only_the_shared_partial_block(num_prompt_tokens, num_appended):
     # new blocks = ceil((s + a) / 8) - s // 8; a copy only if s % 8 > 0; the sibling is unchanged
     manager = make_manager(block_size=8)
     parent = computed(manager, [1] * num_prompt_tokens)
@@ -131,11 +131,11 @@ def test_copy_on_write_arithmetic(num_prompt_tokens, num_appended):
     parent.token_ids.append(3)
     copies = len(manager.copies)
     compute(manager, parent)
-    assert len(manager.copies) == copies, "the last holder writes in place"
+    assert len(manager.copies) == copies, "the last user of a block writes in place"
     assert parent.block_tables[0][: len(shared)] == shared
 
 
-def test_a_fork_tells_the_executor_its_tables():
+def test_a_fork_sends_its_tables_to_the_executor():
     manager = make_manager(windows=(None, 20))
     parent = computed(manager, [1] * 40)
     manager.updates = []
@@ -207,22 +207,22 @@ def test_blocks_are_freed_tail_first():
     assert manager.pool.allocate(8)[4:] == table[3::-1]
 
 
-def test_groups_are_freed_side_by_side_so_that_evictions_shorten_the_hit_evenly():
+def test_evictions_shorten_the_hit_of_all_groups_evenly():
     manager = make_manager(num_blocks=25, block_size=2, windows=(None, None), max_chunk=64)
     seq = computed(manager, list(range(20)))
     manager.deallocate(seq)
     manager.pool.allocate(4)  # the empty ones
-    for left in (9, 8, 7):
+    for num_cached in (9, 8, 7):
         manager.pool.allocate(2)
-        assert cached(manager, [*range(20), 30]) == 2 * left
+        assert cached(manager, [*range(20), 30]) == 2 * num_cached
 
 
-def test_a_full_block_whose_last_token_is_not_known_yet_is_asked_for_again():
+def test_a_full_block_is_registered_once_its_last_token_is_known():
     """With overlapped steps. Regression: the block was indexed if a later block, left by rejected
     drafts, was full too."""
     manager = make_manager(block_size=4)
     seq = computed(manager, [1, 2, 3])
-    assert manager.may_append(seq, 3)  # a token and two drafts
+    assert manager.allocate_slots(seq, 3)  # a token and two drafts
     seq.num_computed_tokens = 4
     manager.prefix_cache.register(seq)
     assert manager.slots_ready_until(seq) == 0

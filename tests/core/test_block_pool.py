@@ -19,7 +19,7 @@ def filled(pool: BlockPool, count: int) -> list[int]:
     """Allocates blocks and registers one chain of contents in them."""
     table = pool.allocate(count)
     prefixes = PrefixTree()
-    pool.register(table, 0, prefixes.follow(prefixes.root(None), range(count), 1))
+    pool.register(table, 0, prefixes.extend_blocks(prefixes.root(None), range(count), 1))
     return table
 
 
@@ -28,7 +28,7 @@ def test_a_pool_needs_a_usable_block():
         BlockPool(1)
 
 
-def test_three_counts():
+def test_counts_are_empty_cached_and_active():
     # 32 blocks = 1 null + 7 active + 17 cached + 7 empty
     pool = BlockPool(32)
     cached = filled(pool, 17)
@@ -53,12 +53,12 @@ def test_allocate_prefers_empty_blocks_then_the_oldest_tail():
     check_pool(pool)
 
 
-def test_running_out_is_a_bug_of_the_caller():
-    with pytest.raises(AssertionError, match="4 blocks asked of 3 free"):
+def test_allocating_more_than_is_free_fails_an_assertion():
+    with pytest.raises(AssertionError, match="4 blocks requested, 3 are free"):
         BlockPool(4).allocate(4)
 
 
-def test_the_null_block_is_passed_over_and_never_handed_out():
+def test_the_null_block_is_skipped_and_never_allocated():
     pool = BlockPool(4)
     assert 0 not in pool.allocate(3)
     pool.touch([0])
@@ -90,7 +90,7 @@ def test_the_null_block_is_passed_over_and_never_handed_out():
         lambda pool: pool.duplicates.update({(0, pool.blocks[1].prefix): [2]}),
     ],
 )
-def test_check_notices(break_it):
+def test_check_pool_finds_each_broken_invariant(break_it):
     pool = BlockPool(6, num_groups=2)
     table = filled(pool, 2)
     pool.free(table[1:])
@@ -124,7 +124,7 @@ check_pool(pool)
 """
 
 
-def test_peer_bug_16_no_operation_walks_the_free_queue():
+def test_touching_a_block_takes_constant_time():
     # Why a separate process: in a process that had run thousands of other tests, Python 3.11 once
     # traced one line forever.
     done = subprocess.run(
@@ -145,7 +145,7 @@ def test_a_block_costs_less_than_300_bytes():
     assert not hasattr(pool.blocks[1], "__dict__")
 
 
-def test_the_pool_draws_itself():
+def test_str_shows_one_character_per_block():
     pool = BlockPool(6)
     table = filled(pool, 2)
     pool.touch(table[:1])

@@ -52,7 +52,7 @@ def test_parallel_sampling_forks_one_prefill(loop, num_prompt_tokens):
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("where", ["start", "rows", "end"])
-def test_peer_bug_07_nothing_leaks_after_an_exception(where, overlap):
+def test_a_failed_step_leaves_no_request_and_no_block(where, overlap):
     engine = make_engine(num_blocks=20, overlap=overlap)
     old = [
         engine.add_request(f"old {i}", range(1, 15), params(n=2, ignore_eos=True)) for i in range(6)
@@ -71,52 +71,52 @@ def test_peer_bug_07_nothing_leaks_after_an_exception(where, overlap):
     assert_outputs(*new)
 
 
-def error_behind(error: BaseException, cause: BaseException, *, is_context: bool) -> BaseException:
+def chained_error(error: BaseException, cause: BaseException, *, is_context: bool) -> BaseException:
     """Returns an error chained as by CPython when compiled code returns with an exception set."""
     error.__cause__, error.__context__ = (None, cause) if is_context else (cause, cause)
     return error
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("where", ["launch", "result", "settle"])
+@pytest.mark.parametrize("where", ["launch", "result", "finish_in_flight"])
 @pytest.mark.parametrize("is_context", [False, True])
-def test_an_interrupt_inside_of_a_kernel_is_a_keyboard_interrupt(overlap, where, is_context):
+def test_an_interrupt_inside_a_kernel_raises_keyboard_interrupt(overlap, where, is_context):
     """Regression: "SystemError: ... returned a result with an exception set" was raised instead."""
     engine = make_engine(overlap=overlap)
-    told = error_behind(
+    raised = chained_error(
         SystemError("a kernel returned a result with an exception set"),
         KeyboardInterrupt(),
         is_context=is_context,
     )
 
     def fail(*args):
-        raise told
+        raise raised
 
     request = engine.add_request("a", range(1, 9), params(9, ignore_eos=True))
     engine.step()
     name = "launch" if where == "launch" else "result"
     setattr(fake(engine), name, fail)
-    steps = engine.finish_in_flight if where == "settle" else engine.step
-    if where == "settle" and not overlap:
+    steps = engine.finish_in_flight if where == "finish_in_flight" else engine.step
+    if where == "finish_in_flight" and not overlap:
         engine.finish_in_flight()  # nothing is in flight
         steps = engine.step
     with pytest.raises(KeyboardInterrupt) as caught:
         steps()
-    assert caught.value.__cause__ is told
+    assert caught.value.__cause__ is raised
     assert request.sequences[0].finish_reason == "abort"
     assert not engine.has_unfinished()
 
 
-def test_a_system_error_of_another_kind_stays_one():
+def test_a_system_error_without_an_interrupt_is_raised_unchanged():
     """Only a SystemError caused by an interrupt becomes a KeyboardInterrupt."""
-    for behind in (None, ValueError()):
+    for cause in (None, ValueError()):
         engine = make_engine()
         engine.add_request("a", [1, 2], params())
-        told = SystemError("odd")
-        told.__cause__ = behind
+        raised = SystemError("odd")
+        raised.__cause__ = cause
 
-        def fail(*args, told=told):
-            raise told
+        def fail(*args, raised=raised):
+            raise raised
 
         fake(engine).launch = fail
         with pytest.raises(SystemError, match="odd"):
@@ -127,7 +127,7 @@ LOOP = ("_overlapped_step", "_commit_in_flight", "_launch", "_commit")
 
 
 class Interrupter:
-    """Raises KeyboardInterrupt at the n-th line that `nanoengine/core` or the loop runs."""
+    """Raises KeyboardInterrupt at the n-th line that `nanoengine/core` or the engine loop runs."""
 
     def __init__(self, at: int) -> None:
         self.left = at
@@ -180,8 +180,13 @@ def test_ctrl_c_between_any_two_lines_leaves_the_engine_usable(at, overlap):
         ([1, 50], {}, RequestError, r"\[0, 50\), got 50"),
         ([1, "2"], {}, RequestError, "integers, got '2'"),
         ([True], {}, RequestError, "integers, got True"),
-        ([1] * 100, {}, PromptTooLongError, "100 tokens; max_model_len=100 leaves room for 99"),
-        ([1] * 81, {}, CapacityError, "81 tokens needs 21 KV blocks of 4 tokens, the pool has 20"),
+        ([1] * 100, {}, PromptTooLongError, "100 tokens; max_model_len=100 allows 99"),
+        (
+            [1] * 81,
+            {},
+            CapacityError,
+            "81 tokens needs 21 KV blocks of 4 tokens, but the pool has 20",
+        ),
         ([1], {"stop_token_ids": [50]}, RequestError, "stop_token_ids"),
         ([1], {"logit_bias": {77: 1.0}}, RequestError, "logit_bias"),
         ([1], {"allowed_token_ids": [1, 50]}, RequestError, "allowed_token_ids"),
@@ -189,9 +194,7 @@ def test_ctrl_c_between_any_two_lines_leaves_the_engine_usable(at, overlap):
         ([1], {"prompt_logprobs": 51}, RequestError, "prompt_logprobs must be at most 50"),
     ],
 )
-def test_peer_bugs_01_06_31_a_bad_request_is_refused_and_leaves_nothing(
-    prompt, changes, error, message
-):
+def test_an_invalid_request_raises_and_leaves_nothing(prompt, changes, error, message):
     engine = make_engine(num_blocks=21, max_model_len=100)
     good = engine.add_request("good", [1, 2, 3], params())
     with pytest.raises(error, match=message):
@@ -203,7 +206,7 @@ def test_peer_bugs_01_06_31_a_bad_request_is_refused_and_leaves_nothing(
     assert_outputs(good)
 
 
-def test_a_request_id_in_use_is_refused_and_free_again_afterwards():
+def test_a_request_id_can_be_reused_after_its_request_has_finished():
     engine = make_engine()
     engine.add_request("a", [1], params())
     with pytest.raises(RequestError, match="'a' is in use"):
@@ -214,7 +217,7 @@ def test_a_request_id_in_use_is_refused_and_free_again_afterwards():
 
 
 @LOOPS
-def test_peer_bug_01_a_sequence_that_outgrows_the_pool_ends_alone(loop):
+def test_a_sequence_that_outgrows_the_pool_fails_alone(loop):
     engine = make_engine(num_blocks=9)
     small = engine.add_request("small", [1] * 4, params(6))
     large = engine.add_request("large", [2] * 20, params(100, ignore_eos=True))
@@ -222,15 +225,15 @@ def test_peer_bug_01_a_sequence_that_outgrows_the_pool_ends_alone(loop):
     assert_outputs(small)
     (seq,) = large.sequences
     assert seq.finish_reason == "error"
-    assert "33 tokens needs 9 KV blocks of 4 tokens, the pool has 8" in large.error
+    assert "33 tokens needs 9 KV blocks of 4 tokens, but the pool has 8" in large.error
     assert "num_kv_blocks" in large.error
     expected = expected_output([2] * 20, seq.seed, 100, ())
     assert seq.output_token_ids == expected[: seq.num_output_tokens]
-    assert seq.num_output_tokens in (12, 13), "what it had is kept"
+    assert seq.num_output_tokens in (12, 13), "its output is kept"
 
 
 @LOOPS
-def test_peer_bug_04_max_model_len_ends_a_sequence(loop):
+def test_max_model_len_ends_a_sequence(loop):
     engine = make_engine(max_model_len=20)
     request = engine.add_request("a", range(1, 13), params(None, ignore_eos=True))
     loop(engine)
@@ -246,7 +249,7 @@ def test_peer_bug_04_max_model_len_ends_a_sequence(loop):
 
 
 @LOOPS
-def test_stop_ids_of_the_model_and_of_the_request(loop):
+def test_stop_ids_come_from_the_model_and_the_request(loop):
     engine = make_engine(eos_token_ids=(0, 3), max_model_len=500)
     requests = [
         engine.add_request(str(i), [1 + i], params(400, **changes))
@@ -261,14 +264,14 @@ def test_stop_ids_of_the_model_and_of_the_request(loop):
     assert all(seq.finish_reason == "stop" for seq in ends)
     for seq in ends:
         last = seq.token_ids[-1]
-        asked_for = last in (seq.params.stop_token_ids or ())
-        assert seq.stop_reason == (last if asked_for else None)
+        is_requested = last in (seq.params.stop_token_ids or ())
+        assert seq.stop_reason == (last if is_requested else None)
     assert ends[3].num_output_tokens >= 60
 
 
 @LOOPS
 @pytest.mark.parametrize(("min_tokens", "length"), [(0, 1), (1, 1), (2, 2), (5, 5)])
-def test_a_stop_id_counts_from_the_last_of_min_tokens_on(loop, min_tokens, length):
+def test_the_token_that_reaches_min_tokens_may_end_the_output(loop, min_tokens, length):
     """The token that reaches min_tokens may itself end the output."""
     engine = make_engine()
     fake(engine).sample = lambda prefix, seed: 0  # always EOS
@@ -280,11 +283,12 @@ def test_a_stop_id_counts_from_the_last_of_min_tokens_on(loop, min_tokens, lengt
 
 @LOOPS
 def test_an_eos_id_ends_a_structured_output_before_min_tokens(loop):
-    """Regression: it was filled with EOS ids, since after a complete text only EOS is allowed."""
+    """Regression: the output was filled with EOS ids, since after a complete text only EOS is
+    allowed."""
     engine = make_engine()
     fake(engine).sample = lambda prefix, seed: 0  # always EOS
-    asked = params(9, min_tokens=5, structured_outputs={"choice": ["x"]})
-    request = engine.add_request("a", [1, 2], asked)
+    choice = params(9, min_tokens=5, structured_outputs={"choice": ["x"]})
+    request = engine.add_request("a", [1, 2], choice)
     loop(engine)
     (seq,) = request.sequences
     assert (seq.output_token_ids, seq.finish_reason) == ([0], "stop")
@@ -317,7 +321,7 @@ def test_a_follower_ends_its_own_sequence(loop):
     assert {seq.stop_reason for seq in request.sequences} == {"stop string"}
 
 
-def test_a_request_that_failed_and_is_aborted_before_its_commit_is_not_reported():
+def test_a_failed_request_aborted_before_its_commit_is_not_returned():
     engine = make_engine(num_blocks=9)
     engine.add_request("large", [2] * 20, params(100, ignore_eos=True))
     scheduler = engine.scheduler
@@ -328,14 +332,16 @@ def test_a_request_that_failed_and_is_aborted_before_its_commit_is_not_reported(
     assert scheduler.commit(plan, fake(engine).launch(plan).result()) == []
 
 
-def test_abort_all_and_close():
+def test_abort_all_keeps_the_cache_and_close_ends_the_engine():
     engine = make_engine()
     requests = [engine.add_request(str(i), range(1, 20), params(30)) for i in range(3)]
     engine.step()
     engine.abort_all()
     assert not engine.has_unfinished() and not engine.scheduler.has_unfinished
     assert all(request.sequences[0].finish_reason == "abort" for request in requests)
-    assert engine.stats().cached_blocks == 4, "an orderly end keeps the prefix cache"
+    assert engine.stats().cached_blocks == 4, (
+        "aborted requests keep their blocks in the prefix cache"
+    )
     again = engine.add_request("again", range(1, 20), params())
     run(engine)
     assert again.num_cached_tokens == 16
@@ -348,7 +354,7 @@ def test_abort_all_and_close():
             call()
 
 
-def test_observers_see_each_step_once_and_the_counters():
+def test_observers_are_called_once_per_step_with_its_counters():
     class Log:
         def __init__(self) -> None:
             self.tokens: list[int] = []

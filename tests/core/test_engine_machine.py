@@ -259,7 +259,7 @@ class EngineRun:
     def abort_all(self) -> None:
         self.engine.abort_all()
         self.forget_all()
-        self.nothing_is_held()
+        self.no_block_is_in_use()
         self.events["aborts of all"] += 1
 
     def fail(self, where: str) -> None:
@@ -267,12 +267,12 @@ class EngineRun:
             return
         self.executor.fail_at = where
         with pytest.raises(ExecutorFailure):
-            self.run_on()
+            self.run_until_failure()
         self.forget_all()
         assert self.manager.pool.counts()["empty"] == self.manager.pool.num_usable
         self.events["failed steps"] += 1
 
-    def run_on(self) -> None:
+    def run_until_failure(self) -> None:
         for _ in range(3):  # Why: an overlapped step fails when its result is awaited
             self.finished += [request.request_id for request in self.engine.step()]
 
@@ -293,12 +293,12 @@ class EngineRun:
         self.aborted |= {r.request_id for r in self.requests} - set(self.finished)
         assert not self.engine.has_unfinished() and not self.scheduler.has_unfinished
 
-    def nothing_is_held(self) -> None:
+    def no_block_is_in_use(self) -> None:
         """Checks that no block is in use, on the device or for a step's copy in the host tier."""
         assert self.manager.pool.num_active == 0
         if self.tiers is not None:
             held = self.tiers.host.counts()["active"]
-            assert held == len(self.tiers.disk.held_host_ids()), "a step's copy is never let go"
+            assert held == len(self.tiers.disk.copied_host_ids()), "a step's copy is never released"
 
     def finish(self) -> None:
         """Steps until nothing is left; then checks that every output equals the oracle's."""
@@ -313,8 +313,8 @@ class EngineRun:
             request.request_id for request in self.requests
         ]
         for request in self.requests:
-            self.has_the_right_output(request)
-        self.nothing_is_held()
+            self.has_the_expected_output(request)
+        self.no_block_is_in_use()
         if self.trace is not None:
             self.events["steps replayed from a trace"] += self.trace.check(self.requests)
         self.count_events()
@@ -324,7 +324,7 @@ class EngineRun:
         if self.tiers is not None:
             assert self.disk.files == {} and not self.disk.queue
 
-    def has_the_right_output(self, request: Request) -> None:
+    def has_the_expected_output(self, request: Request) -> None:
         for seq in request.sequences:
             expected = expected_output(
                 request.prompt_token_ids,
@@ -385,7 +385,7 @@ OPTIONS: dict[str, list[Any]] = {
 }
 
 
-class Twins:
+class ComparedRuns:
     """Two engines with the same events: one with the fast path for decodes, one without.
 
     Their plans must be equal in each step. All other checks run on the fast one.
@@ -401,7 +401,7 @@ class Twins:
             getattr(run, name)(*args)
         fast, plain = self.fast.executor.plans, self.plain.executor.plans
         for one, other in zip_longest(fast[self.num_compared :], plain[self.num_compared :]):
-            assert one == other, f"{one}\nwith the shortcut, without it\n{other}"
+            assert one == other, f"with the fast path:\n{one}\nwithout it:\n{other}"
         self.num_compared = len(plain)
 
     def finish(self) -> None:
@@ -414,62 +414,62 @@ class EngineMachine(RuleBasedStateMachine):
 
     @initialize(**{name: st.sampled_from(values) for name, values in OPTIONS.items()})
     def start(self, **options: Any) -> None:
-        self.twins = Twins(**options)
+        self.runs = ComparedRuns(**options)
 
     @rule(seed=st.integers(0, 2**20), count=st.integers(1, 8))
     def add(self, seed: int, count: int) -> None:
-        self.twins.do("add", seed, count)
+        self.runs.do("add", seed, count)
 
     @rule()
     def step(self) -> None:
-        self.twins.do("step")
+        self.runs.do("step")
 
     @rule(count=st.integers(4, 40), seed=st.integers(0, 2**20))
     def steps(self, count: int, seed: int) -> None:
-        self.twins.do("steps", count, seed)
+        self.runs.do("steps", count, seed)
 
     @rule(seed=st.integers(0, 2**20), count=st.integers(1, 4))
     def fork(self, seed: int, count: int) -> None:
-        self.twins.do("fork", seed, count)
+        self.runs.do("fork", seed, count)
 
     @rule(dice=st.integers(0, 15))
     def abort_all(self, dice: int) -> None:
         if dice == 7:
-            self.twins.do("abort_all")
+            self.runs.do("abort_all")
 
     @rule(where=st.sampled_from(["start", "rows", "end"]), dice=st.integers(0, 7))
     def fail(self, where: str, dice: int) -> None:
         if dice == 5:
-            self.twins.do("fail", where)
+            self.runs.do("fail", where)
 
     @rule(dice=st.integers(0, 20))
     def disk_is_full(self, dice: int) -> None:
         if dice == 19:
-            self.twins.do("disk_is_full")
+            self.runs.do("disk_is_full")
 
     @invariant()
     def holds(self) -> None:
-        self.twins.fast.holds()
+        self.runs.fast.holds()
 
     def teardown(self) -> None:
-        if hasattr(self, "twins"):
-            self.twins.finish()
+        if hasattr(self, "runs"):
+            self.runs.finish()
 
 
-def live(seed: int) -> None:
+def run_random_events(seed: int) -> None:
     """Runs a long sequence of events, chosen by a pseudorandom generator."""
     random = Random(seed)
-    twins = Twins(**{name: random.choice(values) for name, values in OPTIONS.items()})
+    runs = ComparedRuns(**{name: random.choice(values) for name, values in OPTIONS.items()})
     for _ in range(10):
-        twins.do("add", random.getrandbits(20), random.randint(1, 8))
-        twins.do("steps", random.randint(4, 40), random.getrandbits(20))
+        runs.do("add", random.getrandbits(20), random.randint(1, 8))
+        runs.do("steps", random.randint(4, 40), random.getrandbits(20))
         if random.random() < 0.3:
-            twins.do("fork", random.getrandbits(20), random.randint(1, 4))
+            runs.do("fork", random.getrandbits(20), random.randint(1, 4))
         if random.random() < 0.03:
-            twins.do("abort_all")
+            runs.do("abort_all")
         if random.random() < 0.03:
-            twins.do("fail", random.choice(["start", "rows", "end"]))
-    twins.finish()
+            runs.do("fail", random.choice(["start", "rows", "end"]))
+    runs.finish()
 
 
 QUICK = settings(
@@ -481,9 +481,9 @@ QUICK = settings(
 )
 SOAK = settings(QUICK, max_examples=100, stateful_step_count=50, derandomize=False)
 SOAK_STEPS = 50_000
-NUM_LIVES = 16
+NUM_RANDOM_RUNS = 16
 
-OFTEN = {
+MIN_EVENTS = {
     "late examples": 5,
     "steps replayed from a trace": 500,
     "preemptions": 100,
@@ -508,7 +508,7 @@ OFTEN = {
     "disk stores": 200,
     "disk failures": 20,
 }
-"""Minimum count per event in a run of the suite; with fewer it proves little.
+"""Minimum count per event in a run of the suite; with fewer events the test shows little.
 
 The pseudorandom runs are always the same and have nearly all events. Hypothesis alone had 0 to 600
 disk loads: it draws constants from all loaded modules, so each run is a new sample.
@@ -517,11 +517,11 @@ disk loads: it draws constants from all loaded modules, so each run is a new sam
 
 def test_machine():
     EVENTS.clear()
-    for seed in range(NUM_LIVES):
-        live(seed)
+    for seed in range(NUM_RANDOM_RUNS):
+        run_random_events(seed)
     run_state_machine_as_test(EngineMachine, settings=QUICK)
-    rare = {name: EVENTS[name] for name, least in OFTEN.items() if EVENTS[name] < least}
-    assert not rare, f"too rare to prove anything: {rare}"
+    rare = {name: EVENTS[name] for name, minimum in MIN_EVENTS.items() if EVENTS[name] < minimum}
+    assert not rare, f"these events are too rare: {rare}"
 
 
 @pytest.mark.soak
@@ -534,4 +534,4 @@ def test_machine_for_long(capsys):
         print(f"\n{EVENTS['steps']:,} steps in {time.monotonic() - started:.0f} s")
         for name, count in sorted(EVENTS.items()):
             print(f"{count:10,}  {name}")
-    assert all(EVENTS[name] >= least for name, least in OFTEN.items())
+    assert all(EVENTS[name] >= minimum for name, minimum in MIN_EVENTS.items())

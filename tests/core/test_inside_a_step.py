@@ -20,18 +20,18 @@ PARAMS = SamplingParams(max_tokens=20, ignore_eos=True)
 def inside_a_step(
     monkeypatch: pytest.MonkeyPatch, engine: LLMEngine, call: Callable[[], Any]
 ) -> list[Any]:
-    """Makes the call in the middle of the second plan; the returned list gets its result."""
-    came: list[Any] = []
-    plain = BlockManager.may_append
+    """Makes the call while the second step is planned; the returned list gets its result."""
+    results: list[Any] = []
+    original = BlockManager.allocate_slots
 
-    def may_append(self: BlockManager, *args: Any) -> bool:
-        if engine.scheduler.stats.steps == 2 and not came:
-            came.append("called")
-            came.append(call())
-        return plain(self, *args)
+    def allocate_slots(self: BlockManager, *args: Any) -> bool:
+        if engine.scheduler.stats.steps == 2 and not results:
+            results.append("called")
+            results.append(call())
+        return original(self, *args)
 
-    monkeypatch.setattr(BlockManager, "may_append", may_append)
-    return came
+    monkeypatch.setattr(BlockManager, "allocate_slots", allocate_slots)
+    return results
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -39,14 +39,15 @@ def inside_a_step(
 def test_an_abort_waits_for_the_end_of_the_step(
     monkeypatch: pytest.MonkeyPatch, name: str, overlap: bool
 ) -> None:
-    """Regression: it freed blocks of a sequence that was being planned, and others got them."""
+    """Regression: an abort freed blocks of a sequence while its step was planned, and another
+    sequence got them."""
     engine = make_engine(overlap=overlap)
     first = engine.add_request("first", range(1, 8), PARAMS)
     other = engine.add_request("other", range(11, 18), PARAMS)
     ids = ("first",) if name == "abort" else ()
-    came = inside_a_step(monkeypatch, engine, lambda: getattr(engine, name)(*ids))
+    results = inside_a_step(monkeypatch, engine, lambda: getattr(engine, name)(*ids))
     run(engine)
-    assert came == ["called", None]
+    assert results == ["called", None]
     assert first.sequences[0].finish_reason == "abort"
     assert 1 <= first.sequences[0].num_output_tokens <= 3
     assert other.sequences[0].finish_reason == ("length" if name == "abort" else "abort")
@@ -57,15 +58,15 @@ def test_an_abort_waits_for_the_end_of_the_step(
 def test_a_close_waits_for_the_end_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine()
     request = engine.add_request("a", range(1, 8), PARAMS)
-    came = inside_a_step(monkeypatch, engine, engine.close)
+    results = inside_a_step(monkeypatch, engine, engine.close)
     run(engine)
-    assert came == ["called", None]
+    assert results == ["called", None]
     assert request.sequences[0].finish_reason == "abort"
     with pytest.raises(EngineDeadError, match="closed"):
         engine.step()
 
 
-def test_what_is_put_off_happens_though_the_step_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_deferred_call_runs_even_if_the_step_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     """A signal handler calls close() and exits."""
     engine = make_engine()
     engine.add_request("a", range(1, 8), PARAMS)
@@ -91,36 +92,36 @@ def test_what_is_put_off_happens_though_the_step_fails(monkeypatch: pytest.Monke
         lambda engine: engine.finish_in_flight(),
     ],
 )
-def test_what_would_change_blocks_is_refused(
+def test_calls_that_change_blocks_raise_inside_a_step(
     monkeypatch: pytest.MonkeyPatch, call: Callable[[LLMEngine], Any]
 ) -> None:
     engine = make_engine()
     request = engine.add_request("a", range(1, 8), PARAMS)
 
     def refused() -> None:
-        with pytest.raises(NanoEngineError, match="inside of a step"):
+        with pytest.raises(NanoEngineError, match="inside a step"):
             call(engine)
 
-    came = inside_a_step(monkeypatch, engine, refused)
+    results = inside_a_step(monkeypatch, engine, refused)
     run(engine)
-    assert came == ["called", None]
+    assert results == ["called", None]
     assert request.sequences[0].num_output_tokens == 20
     assert len(request.sequences) == 1
 
 
-def test_counters_are_read_inside_and_observers_abort_at_once(
+def test_stats_work_inside_a_step_and_observers_abort_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     engine = make_engine()
     engine.add_request("a", range(1, 8), PARAMS)
-    came = inside_a_step(monkeypatch, engine, engine.stats)
+    results = inside_a_step(monkeypatch, engine, engine.stats)
 
     class Observer:
         def on_step(self, plan: Any, result: Any, scheduler: Any) -> None:
             if plan.step == 4:
-                came.append(engine.abort("a"))
+                results.append(engine.abort("a"))
 
     engine.observers.append(Observer())
     run(engine)
-    assert came[1].num_running == 1
-    assert came[2].sequences[0].finish_reason == "abort"
+    assert results[1].num_running == 1
+    assert results[2].sequences[0].finish_reason == "abort"

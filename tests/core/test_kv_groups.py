@@ -22,7 +22,7 @@ def window(size: int) -> KVGroup:
     return KVGroup(layers=(0,), sliding_window=size)
 
 
-def test_a_window_drops_what_no_later_query_sees():
+def test_a_window_drops_blocks_that_no_later_query_sees():
     # block size 2, window 4: after 4/5/6/7/11 computed tokens there are 0/1/1/2/4 null blocks
     dropped = [num_dropped_blocks(window(4), n, 2) for n in (4, 5, 6, 7, 11)]
     assert dropped == [0, 1, 1, 2, 4]
@@ -32,7 +32,7 @@ def test_a_window_drops_what_no_later_query_sees():
 @pytest.mark.parametrize(
     ("size", "block_size"), list(itertools.product([1, 2, 5, 8, 16], [1, 2, 4, 8]))
 )
-def test_dropped_blocks_by_looking_at_each_position(size, block_size):
+def test_dropped_blocks_equal_those_found_position_by_position(size, block_size):
     for computed in range(60):
         first_seen = max(0, computed - size + 1)
         assert num_dropped_blocks(window(size), computed, block_size) == first_seen // block_size
@@ -41,12 +41,12 @@ def test_dropped_blocks_by_looking_at_each_position(size, block_size):
 @pytest.mark.parametrize(("size", "block_size"), list(itertools.product([1, 3, 8], [1, 2, 4])))
 def test_a_window_never_holds_more_than_needed(size, block_size):
     for num_tokens, chunk in itertools.product(range(1, 40), (1, 3, 7, 64)):
-        most, start = 0, 0
+        highest, start = 0, 0
         while start < num_tokens:
             end = min(start + chunk, num_tokens)
             held = -(-end // block_size) - num_dropped_blocks(window(size), start, block_size)
-            most, start = max(most, held), end
-        assert most <= num_needed_blocks(window(size), num_tokens, chunk, block_size)
+            highest, start = max(highest, held), end
+        assert highest <= num_needed_blocks(window(size), num_tokens, chunk, block_size)
     assert num_needed_blocks(FULL, 17, 4, 16) == 2
 
 
@@ -62,7 +62,7 @@ def test_a_window_hit_needs_its_last_blocks_only(size, block_size):
     assert longest_hit(FULL, (True, True, True), block_size, 2) == 2
 
 
-def test_common_hit_is_the_longest_that_all_groups_allow():
+def test_the_common_hit_is_the_longest_that_all_groups_allow():
     groups = (FULL, window(3), window(5))
     for bits in itertools.product([False, True], repeat=12):
         found = [bits[:4], bits[4:8], bits[8:]]
@@ -70,8 +70,8 @@ def test_common_hit_is_the_longest_that_all_groups_allow():
             length
             for length in range(5)
             if all(
-                longest_hit(group, has, 2, length) == length
-                for group, has in zip(groups, found, strict=True)
+                longest_hit(group, hits, 2, length) == length
+                for group, hits in zip(groups, found, strict=True)
             )
         ]
         common = longest_common_hit(groups, found, 2)

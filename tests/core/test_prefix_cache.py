@@ -14,7 +14,7 @@ from tests.support.block_managers import (
 )
 
 
-def test_full_blocks_only_and_one_token_left_to_compute():
+def test_a_hit_has_full_blocks_and_leaves_one_token_to_compute():
     manager = make_manager()
     computed(manager, list(range(40)))
     assert cached(manager, list(range(40))) == 32
@@ -25,18 +25,18 @@ def test_full_blocks_only_and_one_token_left_to_compute():
     assert cached(manager, [99, *range(1, 40)]) == 0
 
 
-def test_a_block_behind_one_that_is_gone_is_no_part_of_the_prefix():
+def test_a_hit_ends_before_an_evicted_block():
     """Otherwise it would be used at the position of the evicted block."""
     manager = make_manager()
     first = computed(manager, list(range(70)))
     [table] = first.block_tables
     manager.deallocate(first)
-    for gone, left in ((2, 32), (1, 16), (0, 0)):
-        assert manager.pool.evict([table[gone]]) == 1
-        assert cached(manager, list(range(70))) == left
+    for evicted, num_cached in ((2, 32), (1, 16), (0, 0)):
+        assert manager.pool.evict([table[evicted]]) == 1
+        assert cached(manager, list(range(70))) == num_cached
 
 
-def test_peer_bug_13_a_prefix_under_the_block_size_is_queried_and_counted_as_a_miss():
+def test_a_prompt_shorter_than_a_block_counts_as_a_miss():
     manager = make_manager()
     for _ in range(2):
         computed(manager, list(range(10)))
@@ -49,7 +49,7 @@ def test_peer_bug_13_a_prefix_under_the_block_size_is_queried_and_counted_as_a_m
     assert (stats.queried_tokens, stats.hit_tokens) == (20, 8)
 
 
-def test_salts_and_prompt_logprobs():
+def test_salted_and_scored_prompts_read_no_other_blocks():
     manager = make_manager()
     computed(manager, list(range(40)), salt="a", prompt_logprobs=0)
     assert cached(manager, list(range(40)), salt="a") == 32, "it registers its blocks"
@@ -59,7 +59,7 @@ def test_salts_and_prompt_logprobs():
     assert manager.prefix_cache.stats.queried_tokens == 0
 
 
-def test_prompt_logprobs_from_a_token_on_read_what_comes_before_it():
+def test_prompt_logprobs_start_allows_hits_before_it():
     manager = make_manager()
     computed(manager, list(range(40)))
     found = {
@@ -77,11 +77,11 @@ def test_without_caching_nothing_is_registered():
     assert manager.pool.counts()["cached"] == 0
 
 
-def test_peer_bug_15_a_waiting_sequence_is_hashed_once(monkeypatch):
+def test_a_waiting_sequence_is_hashed_once(monkeypatch):
     manager = make_manager()
     hashed = []
-    real = prefix_tree.hash_block
-    monkeypatch.setattr(prefix_tree, "hash_block", lambda data: hashed.append(1) or real(data))
+    original = prefix_tree.hash_block
+    monkeypatch.setattr(prefix_tree, "hash_block", lambda data: hashed.append(1) or original(data))
     seq = make_sequence(list(range(100)))
     for _ in range(50):
         manager.can_allocate(seq)
@@ -93,19 +93,19 @@ def test_peer_bug_15_a_waiting_sequence_is_hashed_once(monkeypatch):
     assert len(hashed) == 6
 
 
-def test_invalidate_drops_free_blocks_and_leaves_the_others():
+def test_invalidate_drops_free_blocks_and_keeps_the_others():
     manager = make_manager(block_size=4)
     first, second = make_sequence([*range(12)]), make_sequence([*range(8), 50, 51, 52, 53, 54])
     for seq in (first, second):
         admit(manager, seq)
         compute(manager, seq)
     assert second.num_cached_tokens == 8
-    held = list(first.block_tables[0])
+    block_ids = list(first.block_tables[0])
     manager.deallocate(first)
-    manager.prefix_cache.invalidate(held)
-    assert [manager.pool.blocks[b].prefix is None for b in held] == [False, False, True]
+    manager.prefix_cache.invalidate(block_ids)
+    assert [manager.pool.blocks[b].prefix is None for b in block_ids] == [False, False, True]
     assert manager.can_allocate(make_sequence([*range(13)])).num_cached_tokens == 8
     manager.deallocate(second)
-    manager.prefix_cache.invalidate(held)
+    manager.prefix_cache.invalidate(block_ids)
     assert manager.can_allocate(make_sequence([*range(13)])).num_cached_tokens == 0
     check_manager(manager, [])

@@ -53,7 +53,7 @@ def test_a_head_that_does_not_fit_is_overtaken_a_bounded_number_of_times():
 # --- preemption -----------------------------------------------------------------------------------
 
 
-def test_a_preempted_sequence_is_not_refused_for_the_watermark():
+def test_a_preempted_sequence_may_use_the_watermark():
     engine = make_engine(
         num_blocks=101, watermark_frac=0.05, max_num_batched_tokens=512, enable_prefix_caching=False
     )
@@ -64,8 +64,8 @@ def test_a_preempted_sequence_is_not_refused_for_the_watermark():
     assert [r.sequences[0].finish_reason for r in (first, long)] == ["length", "length"], long.error
 
 
-def test_drafts_that_the_pool_has_no_block_for_are_dropped():
-    """Drafts are only guesses: they cause no preemption and no failure."""
+def test_drafts_without_a_free_block_are_dropped():
+    """Drafts cause no preemption and no failure."""
     engine = make_engine(9, 2, windows=(3, None, 9), max_num_batched_tokens=6)
     request = engine.add_request("0", [1, 2, 3], params(3))
     engine.step()
@@ -74,7 +74,7 @@ def test_drafts_that_the_pool_has_no_block_for_are_dropped():
     assert_outputs(request)
 
 
-def test_priority_comes_from_the_params_unless_given_apart():
+def test_the_argument_priority_overrides_the_parameters():
     engine = make_engine(max_num_seqs=1)
     engine.add_request("late", [1], params(1, priority=5))
     engine.add_request("middle", [1], params(1))
@@ -82,21 +82,21 @@ def test_priority_comes_from_the_params_unless_given_apart():
     assert run(engine) == ["first", "middle", "late"]
 
 
-def test_the_latest_of_the_lowest_priority_is_the_victim_and_returns_first():
+def test_the_latest_sequence_of_the_lowest_priority_is_preempted_and_returns_first():
     engine = make_engine(num_blocks=13, max_num_batched_tokens=64, enable_prefix_caching=False)
     for name, priority in (("a", 0), ("b", 1), ("c", 0), ("d", 1)):
         engine.add_request(name, range(1, 9), params(12), priority=priority)
     engine.add_request("e", [1] * 30, params(1), priority=1)
     finished = run(engine)
     preempted = [p.seq_id for plan in plans(engine) for p in plan.preempted]
-    assert preempted[0] == 3, "d: priority 1, and the latest of those that run"
-    assert preempted[1] == 1, "b: then the other one of priority 1"
+    assert preempted[0] == 3, "d: priority 1, and the latest running sequence"
+    assert preempted[1] == 1, "b: then the other sequence of priority 1"
     assert 0 not in preempted
     assert admission_order(engine)[-2:] == [3, 4], "d waits at the head, before e"
     assert finished[:3] == ["a", "c", "b"]
 
 
-def test_preemption_recomputes_and_says_how_much():
+def test_recomputed_tokens_are_counted():
     engine = make_engine(num_blocks=7, enable_prefix_caching=False)
     first = engine.add_request("first", range(1, 9), params(9))
     second = engine.add_request("second", range(21, 29), params(9))
@@ -123,7 +123,7 @@ def test_chunks_and_decodes_share_the_budget():
     assert scheduled == [[4, 16], [1, 19], [1, 9], [1]]
 
 
-def test_long_prefill_threshold():
+def test_long_prefill_threshold_limits_each_chunk():
     engine = make_engine(num_blocks=100, long_prefill_threshold=16, enable_prefix_caching=False)
     for i in range(2):
         engine.add_request(str(i), range(1, 41), params(1))
@@ -132,7 +132,7 @@ def test_long_prefill_threshold():
     assert scheduled == [[16, 16], [16, 16], [8, 8]]
 
 
-def test_without_chunks_a_prompt_runs_whole_or_waits():
+def test_without_chunked_prefill_a_prompt_runs_whole_or_waits():
     engine = make_engine(num_blocks=100, max_num_batched_tokens=40, chunked_prefill=False)
     for i in range(3):
         engine.add_request(str(i), [i + 1] * 25, params(2))
@@ -141,18 +141,18 @@ def test_without_chunks_a_prompt_runs_whole_or_waits():
     assert scheduled == [[25], [1, 25], [1, 25], [1]]
 
 
-def test_a_long_prompt_is_computed_in_chunks_that_its_window_fits():
+def test_a_long_windowed_prompt_runs_in_chunks_that_fit_the_pool():
     engine = make_engine(9, 2, windows=(4,), max_num_batched_tokens=64)
     request = engine.add_request("0", [1 + i % 9 for i in range(50)], SamplingParams(max_tokens=3))
     run(engine)
     assert request.error is None
     assert max(plan.num_tokens for plan in engine.executor.plans) == 8
     whole = make_engine(9, 2, windows=(4,), max_num_batched_tokens=64, chunked_prefill=False)
-    with pytest.raises(CapacityError, match="needs 25 KV blocks of 2 tokens, the pool has 8"):
+    with pytest.raises(CapacityError, match="needs 25 KV blocks of 2 tokens, but the pool has 8"):
         whole.add_request("0", [1 + i % 9 for i in range(50)], SamplingParams(max_tokens=3))
 
 
-def test_peer_bug_18_a_long_prefill_never_stalls_a_decode():
+def test_a_long_prefill_never_stalls_a_decode():
     engine = make_engine(num_blocks=400, max_num_batched_tokens=16)
     engine.add_request("urgent and long", [1] * 300, params(1), priority=-1)
     decodes = [engine.add_request(f"decode {i}", [2 + i], params(50)) for i in range(4)]
@@ -164,10 +164,10 @@ def test_peer_bug_18_a_long_prefill_never_stalls_a_decode():
         engine.step()
         now = [request.sequences[0].num_output_tokens for request in decodes]
         assert now == [count + step for count in before]
-        assert plans(engine)[-1].num_tokens == 16, "the prompts take what the decodes leave"
+        assert plans(engine)[-1].num_tokens == 16, "prompts use the rest of the budget"
 
 
-def test_peer_bug_17_one_prompt_that_does_not_fit_blocks_nobody():
+def test_a_prompt_that_does_not_fit_blocks_no_other():
     engine = make_engine(num_blocks=21)
     engine.add_request("runner", range(1, 41), params(30))
     engine.step()
@@ -181,23 +181,25 @@ def test_the_look_ahead_is_bounded():
     engine = make_engine(num_blocks=21, max_num_seqs=32)
     engine.add_request("runner", range(1, 42), params(4))
     engine.step()
-    asked = []
+    tried = []
     manager = engine.scheduler.block_manager
-    real = manager.can_allocate
-    type(manager).can_allocate = lambda self, seq, **kw: asked.append(seq.seq_id) or real(seq, **kw)
+    original = manager.can_allocate
+    type(manager).can_allocate = lambda self, seq, **options: (
+        tried.append(seq.seq_id) or original(seq, **options)
+    )
     try:
         for i in range(30):
             engine.add_request(f"large {i}", [i + 1] * 60, params(1))
         engine.step()
     finally:
-        type(manager).can_allocate = real.__func__
-    assert asked == list(range(1, MAX_LOOK_AHEAD + 2))
+        type(manager).can_allocate = original.__func__
+    assert tried == list(range(1, MAX_LOOK_AHEAD + 2))
 
 
 # --- sharing --------------------------------------------------------------------------------------
 
 
-def test_peer_bug_12_equal_prompts_of_one_step_compute_their_prefix_once():
+def test_equal_prompts_of_one_step_compute_their_prefix_once():
     # 2 x 100 tokens with blocks of 16 schedule 100 and 4
     for loop in (run, run_late):
         engine = make_engine(block_size=16, max_num_batched_tokens=256)
@@ -208,7 +210,7 @@ def test_peer_bug_12_equal_prompts_of_one_step_compute_their_prefix_once():
         assert_outputs(*requests)
 
 
-def test_the_next_turn_of_a_chat_finds_prompt_and_answer():
+def test_the_next_turn_of_a_chat_hits_prompt_and_answer():
     # prompt 100 + 200 generated, next prompt 300 long -> 12 tokens computed
     engine = make_engine(block_size=16, max_num_batched_tokens=256)
     first = engine.add_request("first", [*range(1, 41), *range(1, 41), *range(1, 21)], params(200))
@@ -219,7 +221,7 @@ def test_the_next_turn_of_a_chat_finds_prompt_and_answer():
     assert plans(engine)[-1].num_scheduled_tokens == [12]
 
 
-def test_rows_are_kept_for_the_forks_of_running_prompts():
+def test_rows_are_reserved_for_the_forks_of_running_prompts():
     engine = make_engine(num_blocks=60, max_num_batched_tokens=16, max_num_seqs=4)
     engine.add_request("forks", range(1, 42), params(4, n=3))
     for i in range(3):

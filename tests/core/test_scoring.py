@@ -32,7 +32,7 @@ def test_a_prompt_of_one_token_has_nothing_to_score():
     assert (request.prompt_logprobs, request.sequences[0].finish_reason) == ([], "length")
 
 
-def test_what_is_scored_later_reads_the_cache_before_it():
+def test_a_prompt_scored_from_a_later_token_uses_the_cache():
     engine = make_engine(257, 4)
     late = SamplingParams(max_tokens=0, prompt_logprobs=0, prompt_logprobs_start=60)
     for name in "ab":
@@ -43,6 +43,6 @@ def test_what_is_scored_later_reads_the_cache_before_it():
 
 
 @pytest.mark.parametrize("options", [{}, {"prompt_logprobs": 0, "n": 2}, {"min_tokens": 1}])
-def test_without_scores_there_is_nothing_to_do(options):
+def test_max_tokens_0_needs_prompt_logprobs(options):
     with pytest.raises(RequestError, match=r"or 0 with prompt_logprobs and n=1|min_tokens"):
         SamplingParams(max_tokens=0, **options)

@@ -28,16 +28,16 @@ def ask(engine, prompt: list[int], loop=run, **params):
     return request
 
 
-def most_states(engine, steps: int = 1000) -> int:
+def max_states(engine, steps: int = 1000) -> int:
     """Runs to the end; returns the maximum number of active states between two steps."""
-    most = 0
+    highest = 0
     for _ in range(steps):
         if not engine.has_unfinished():
-            return most
+            return highest
         engine.step()
         pool = engine.scheduler.block_manager.pool
-        most = max(most, pool.queues[1].counts()["active"])
-    raise AssertionError("it does not end")
+        highest = max(highest, pool.queues[1].counts()["active"])
+    raise AssertionError(f"requests are unfinished after {steps} steps")
 
 
 @pytest.mark.parametrize("loop", [run, run_late])
@@ -50,22 +50,22 @@ def test_a_prompt_starts_from_the_deepest_snapshot(loop):
     assert ask(engine, PROMPT[:15], loop).num_cached_tokens == 0
 
 
-def test_the_end_of_a_prompt_is_kept():
+def test_a_snapshot_is_kept_at_the_end_of_a_prompt():
     engine = engine_of(snapshot_every=100)
     ask(engine, PROMPT[:47])
     assert ask(engine, PROMPT[:47]).num_cached_tokens == 44
     assert ask(engine, [*PROMPT[:47], 1, 2, 3, 4, 5, 6]).num_cached_tokens == 44
 
 
-def test_where_prompts_branch_the_third_one_starts():
-    """The first prompt leaves no snapshot there, because the branch is unknown; the second one hits
-    its KV blocks and leaves one."""
+def test_the_third_prompt_starts_where_the_first_two_branch():
+    """The first prompt stores no snapshot there, because no branch is known. The second one hits
+    its KV blocks and stores one."""
     engine = engine_of(snapshot_every=100)
     found = [ask(engine, [*PROMPT[:30], number] * 2).num_cached_tokens for number in (1, 2, 3)]
     assert found == [0, 0, 28]
 
 
-def test_prompts_of_one_step_share_a_snapshot_of_it():
+def test_prompts_of_one_step_share_a_snapshot():
     engine = engine_of(max_num_batched_tokens=256)
     prompts = [[*PROMPT[:48], 40 + i] for i in range(3)]
     params = SamplingParams(max_tokens=2, ignore_eos=True)
@@ -76,29 +76,29 @@ def test_prompts_of_one_step_share_a_snapshot_of_it():
     assert_outputs(*requests)
 
 
-def test_chunks_need_no_boundary():
+def test_chunks_need_not_end_at_a_block_boundary():
     engine = engine_of(long_prefill_threshold=7)
     ask(engine, PROMPT[:50])
     assert ask(engine, PROMPT[:40]).num_cached_tokens == 32
 
 
 @pytest.mark.parametrize("caching", [True, False])
-def test_a_decode_holds_one_state_however_long_it_is(caching):
+def test_a_decode_of_any_length_holds_one_state(caching):
     engine = engine_of(num_states=8, enable_prefix_caching=caching)
     for i in range(3):
         engine.add_request(str(i), [i + 1], SamplingParams(max_tokens=70, ignore_eos=True))
-    held = []
+    counts = []
     while engine.has_unfinished():
         engine.step()
-        held.append(engine.scheduler.block_manager.pool.queues[1].counts()["active"])
+        counts.append(engine.scheduler.block_manager.pool.queues[1].counts()["active"])
     # Two per sequence in the step after a snapshot, which reads it and writes another state.
-    assert held.count(3) > 60 and max(held) <= 6
+    assert counts.count(3) > 60 and max(counts) <= 6
     assert engine.executor.num_copies == 0
     if not caching:
-        assert max(held) == 3
+        assert max(counts) == 3
 
 
-def test_where_no_state_is_free_a_snapshot_is_given_up_and_nobody_is_preempted():
+def test_a_snapshot_is_dropped_instead_of_a_preemption():
     engine = engine_of(num_states=3, snapshot_every=1, max_num_seqs=3)
     requests = [
         engine.add_request(
@@ -106,12 +106,12 @@ def test_where_no_state_is_free_a_snapshot_is_given_up_and_nobody_is_preempted()
         )
         for i in range(3)
     ]
-    assert most_states(engine) == 3
+    assert max_states(engine) == 3
     assert engine.scheduler.stats.preemptions == 0
     assert_outputs(*requests)
 
 
-def test_blocks_and_states_are_handed_out_apart():
+def test_blocks_and_states_are_allocated_separately():
     pool = StatePool(4, 2, num_states=2)
     prefix = Prefix(b"a", None, pack([1]))
     assert (pool.allocate(3), pool.allocate(2, states=True)) == ([1, 2, 3], [4, 5])

@@ -21,15 +21,15 @@ PARAMS = SamplingParams(max_tokens=2, ignore_eos=True)
 
 
 def engine_with_tiers(**options) -> tuple[LLMEngine, TieredPrefixCache, QuickDisk]:
-    made: list[tuple[TieredPrefixCache, QuickDisk]] = []
+    created: list[tuple[TieredPrefixCache, QuickDisk]] = []
 
     def make(executor: FakeExecutor) -> TieredPrefixCache:
         disk = QuickDisk(executor.host, Random(0))
-        made.append((make_tiers(executor.layout, disk), disk))
-        return made[0][0]
+        created.append((make_tiers(executor.layout, disk), disk))
+        return created[0][0]
 
     engine = make_engine(41, 4, make_tiers=make, **options)
-    return engine, *made[0]
+    return engine, *created[0]
 
 
 def ask(engine: LLMEngine, name: str, prompt: list[int] = PROMPT):
@@ -72,7 +72,7 @@ def test_invalid_content_leaves_host_and_disk(windows):
     engine.close()
 
 
-def test_content_under_way_to_a_tier_is_dropped_when_it_has_come():
+def test_invalid_content_in_flight_to_a_tier_is_dropped_on_arrival():
     layout = make_layout(17, 4)
     disk = FakeDisk({}, Random(0))
     disk.host.update({host_id: [0] for host_id in range(41)})
@@ -81,15 +81,15 @@ def test_content_under_way_to_a_tier_is_dropped_when_it_has_come():
     seq = computed(manager, [*range(9)])
     plan = StepPlan(step=0)
     assert [t.kind for t in tiers.take_transfers(plan)] == ["store"]
-    held = list(seq.block_tables[0])
+    block_ids = list(seq.block_tables[0])
     manager.deallocate(seq)
-    manager.prefix_cache.invalidate(held)
+    manager.prefix_cache.invalidate(block_ids)
     tiers.check()
-    wanted = [Content(0, prefix) for prefix in seq.prefixes]
+    invalid = [Content(0, prefix) for prefix in seq.prefixes]
     for step in range(20):
         tiers.commit(StepPlan(step=step), StepResult(token_ids=[]))
         tiers.check()
-    assert [tiers.lookup(content) for content in wanted] == [None, None]
+    assert [tiers.lookup(content) for content in invalid] == [None, None]
     tiers.close()
     assert disk.files == {}
 
@@ -115,30 +115,30 @@ def test_each_group_of_a_prefix_is_copied():
     engine.close()
 
 
-@pytest.mark.parametrize("way", ["abort_all", "abort", "close"])
-def test_a_step_under_way_lets_go_of_its_copies_when_all_is_aborted(way):
+@pytest.mark.parametrize("method", ["abort_all", "abort", "close"])
+def test_aborting_all_requests_frees_the_copies_of_the_step_in_flight(method):
     engine, tiers, _ = engine_with_tiers(overlap=True)
     engine.add_request("r", PROMPT, PARAMS)
     engine.step()
-    assert tiers.host.counts()["active"] > 0, "its blocks are on their way to the host"
-    if way == "abort":
+    assert tiers.host.counts()["active"] > 0, "its blocks are being copied to the host"
+    if method == "abort":
         engine.abort("r")
     else:
-        getattr(engine, way)()
+        getattr(engine, method)()
     # The remaining blocks belong to disk writes, which end independently.
-    assert tiers.host.counts()["active"] == len(tiers.disk.held_host_ids())
+    assert tiers.host.counts()["active"] == len(tiers.disk.copied_host_ids())
     assert not engine.scheduler.has_unfinished
-    if way != "close":
+    if method != "close":
         assert engine.reset_prefix_cache()
 
 
-@pytest.mark.parametrize("way", ["close", "reset_prefix_cache"])
-def test_what_waits_for_the_disk_is_written_at_the_end_and_forgotten_at_a_reset(way):
+@pytest.mark.parametrize("method", ["close", "reset_prefix_cache"])
+def test_queued_disk_writes_finish_at_close_and_are_dropped_at_a_reset(method):
     engine, tiers, disk = engine_with_tiers()
     collect = disk.collect
     disk.collect = lambda wait_s: collect(wait_s) if wait_s else []  # no copy ends unless awaited
     ask(engine, "one", [*range(3, 43)] * 2)
     waiting = len(tiers.disk.to_write)
     assert waiting and len(disk.queue) + waiting == 20
-    getattr(engine, way)()
-    assert tiers.tier_stats()[1].stored_blocks == 20 - (0 if way == "close" else waiting)
+    getattr(engine, method)()
+    assert tiers.tier_stats()[1].stored_blocks == 20 - (0 if method == "close" else waiting)

@@ -1,4 +1,4 @@
-"""The table of docs/models.md lists exactly the supported families, each with a tested model."""
+"""The table of docs/models.md lists exactly the supported families, each with a tested type."""
 
 from __future__ import annotations
 
@@ -8,24 +8,28 @@ from pathlib import Path
 from nanoengine.checkpoint.families import TEXT_PARTS, every_family
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
-LINE = re.compile(r"^\| (equal|refused: .*|not (?:written|computed).*) \| (`.*) \|$", re.MULTILINE)
-TYPE = re.compile(r"`([\w-]+)`(?: (\w+))?")
+TABLE_ROW = re.compile(
+    r"^\| (equal|refused: .*|not (?:written|computed).*) \| (`.*) \|$", re.MULTILINE
+)
+MODEL_TYPE = re.compile(r"`([\w-]+)`(?: (\w+))?")
 
 
-def test_the_table_has_the_families_that_are_supported() -> None:
+def test_the_table_lists_the_supported_families() -> None:
     text = PAGE.read_text(encoding="utf-8").partition("<!-- table: ")[2]
-    lines = {result: TYPE.findall(types) for result, types in LINE.findall(text)}
-    assert len(lines) == text.count("\n| ") - 1, "each line is read"
-    by_type = dict(lines["equal"])
+    types_by_result = {
+        result: MODEL_TYPE.findall(types) for result, types in TABLE_ROW.findall(text)
+    }
+    assert len(types_by_result) == text.count("\n| ") - 1, "every row of the table is parsed"
+    by_type = dict(types_by_result["equal"])
     assert set(by_type.values()) >= {*every_family(), *TEXT_PARTS}, (
-        "a family is missing: run the tool"
+        "a family is missing: run python tools/model_table.py"
     )
-    every = [kind for types in lines.values() for kind, _ in types]
-    assert len(every) == len(set(every)) > 150, "a type has one result"
+    model_types = [kind for types in types_by_result.values() for kind, _ in types]
+    assert len(model_types) == len(set(model_types)) > 150, "each type has one result"
     for architecture, family in every_family().items():
         assert by_type.get(family.model_type, architecture) == architecture
 
 
-def test_the_page_says_how_many_there_are() -> None:
+def test_readme_has_the_number_of_families() -> None:
     readme = (PAGE.parents[1] / "README.md").read_text(encoding="utf-8")
     assert f"[{len(every_family())} families](docs/models.md)" in readme

@@ -1,4 +1,4 @@
-"""docs/moving_from_vllm.md: each row of its tables is executed, and no name is missing."""
+"""Executes every row of the tables of docs/moving_from_vllm.md; no name may be missing."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from nanoengine import (
     StructuredOutputs,
 )
 from nanoengine.assets import demo_model_path
-from nanoengine.checkpoint.find import share_of_memory
+from nanoengine.checkpoint.find import resolve_memory
 from nanoengine.settings import vllm_names
 from nanoengine.settings.config import EngineConfig
 from nanoengine.settings.vllm_names import NAMES
@@ -46,81 +46,82 @@ def rows(section: str) -> list[Row]:
             kind = head[1]
         elif line.startswith("| "):
             row = re.match(r"\| `(.*?)` \| (.*?) ?\|$", line)
-            assert row is not None, f"every line of a table is a row: {line}"
+            assert row is not None, f"not a row of a table: {line}"
             found += [Row(code, kind, row[2]) for code in row[1].split("`, `")]
     assert len(found) > 4
     return found
 
 
-def given(code: str) -> dict[str, Any]:
-    """Parses the keywords of `name=value, ...`."""
+def parse_keywords(code: str) -> dict[str, Any]:
+    """Parses `name=value, ...`."""
     return eval(f"dict({code})")
 
 
 def make_config(**options: Any) -> EngineConfig:
     """Builds a config with GPU defaults."""
     config = EngineConfig.from_kwargs(**{"model": "m"} | options)
-    return share_of_memory(config, torch.device("cuda"))
+    return resolve_memory(config, torch.device("cuda"))
 
 
 def make_beams(**options: Any) -> BeamSearchParams:
     return BeamSearchParams(**{"beam_width": 1, "max_tokens": 1} | options)
 
 
-def make_form(**options: Any) -> StructuredOutputs:
-    alone = options.keys() & {"regex", "choice", "grammar", "json_object"}
-    return StructuredOutputs(**({} if alone else {"json": "{}"}) | options)
+def make_structured_outputs(**options: Any) -> StructuredOutputs:
+    constraints = options.keys() & {"regex", "choice", "grammar", "json_object"}
+    return StructuredOutputs(**({} if constraints else {"json": "{}"}) | options)
 
 
 SETTINGS: dict[str, tuple[Any, vllm_names.Table]] = {
     "Arguments of LLM": (make_config, vllm_names.LLM_OPTIONS),
     "SamplingParams": (SamplingParams, vllm_names.SAMPLING_PARAMS),
     "BeamSearchParams": (make_beams, NAMES["BeamSearchParams"]),
-    "StructuredOutputsParams": (make_form, NAMES["StructuredOutputsParams"]),
+    "StructuredOutputsParams": (make_structured_outputs, NAMES["StructuredOutputsParams"]),
 }
 
 
-def each(sections: Mapping[str, Any]) -> list[Any]:
+def row_params(sections: Mapping[str, Any]) -> list[Any]:
     return [pytest.param(s, row, id=f"{s}-{row.code}") for s in sections for row in rows(s)]
 
 
-@pytest.mark.parametrize(("section", "row"), each(SETTINGS))
-def test_a_setting_is_what_the_page_says(section: str, row: Row) -> None:
+@pytest.mark.parametrize(("section", "row"), row_params(SETTINGS))
+def test_a_setting_has_the_effect_that_the_page_states(section: str, row: Row) -> None:
     make, table = SETTINGS[section]
-    options = given(row.code)
+    options = parse_keywords(row.code)
     (name,) = options
     meaning = table.get(name, {})
-    why = meaning.get("refused") or meaning.get("no effect")
+    reason = meaning.get("refused") or meaning.get("no effect")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         if row.kind == "refused":
             with pytest.raises(NanoEngineError) as refused:
                 make(**options)
-            assert (why or name) in str(refused.value)
-            assert why is None or why.startswith(row.meaning)
+            assert (reason or name) in str(refused.value)
+            assert reason is None or reason.startswith(row.meaning)
             return
-        made = make(**options)
+        settings = make(**options)
     assert bool(caught) == (row.kind == "no effect")
     match row.kind:
         case "same":
-            ours, wish = getattr(made, name), options[name]
-            assert ours == (wish if not isinstance(wish, list) else tuple(wish)) or ours == (wish,)
+            value, given = getattr(settings, name), options[name]
+            expected = tuple(given) if isinstance(given, list) else given
+            assert value in (expected, (given,))
         case "alias":
-            ours = re.match(r"`(.*?)`", row.meaning)
-            assert ours is not None
-            assert made == make(**given(ours[1]))
+            equivalent = re.match(r"`(.*?)`", row.meaning)
+            assert equivalent is not None
+            assert settings == make(**parse_keywords(equivalent[1]))
         case "no effect":
-            assert made == make()
+            assert settings == make()
             assert name in str(caught[0].message)
-            assert why is None or why == row.meaning
+            assert reason is None or reason == row.meaning
         case _:
             raise AssertionError(f"unknown word {row.kind!r}")
 
 
 @pytest.mark.parametrize("section", SETTINGS)
-def test_no_name_of_a_table_is_missing_on_the_page(section: str) -> None:
+def test_the_page_lists_every_name_of_the_table(section: str) -> None:
     _, table = SETTINGS[section]
-    shown = {(name, row.kind) for row in rows(section) for name in given(row.code)}
+    shown = {(name, row.kind) for row in rows(section) for name in parse_keywords(row.code)}
     for name, meaning in table.items():
         kinds = {"alias", "no effect", "refused"} & meaning.keys()
         kinds |= {"no effect"} if "reported" in meaning else set()
@@ -128,15 +129,19 @@ def test_no_name_of_a_table_is_missing_on_the_page(section: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("section", "settings", "own"),
+    ("section", "settings", "extra_fields"),
     [("SamplingParams", SamplingParams, {"priority", "prompt_logprobs_start"}),
      ("BeamSearchParams", BeamSearchParams, {"early_stopping"})],
 )  # fmt: skip
-def test_fields_come_in_the_order_of_the_page(section: str, settings: Any, own: set[str]) -> None:
-    same = dict.fromkeys(n for row in rows(section) if row.kind == "same" for n in given(row.code))
+def test_fields_are_in_the_order_of_the_page(
+    section: str, settings: Any, extra_fields: set[str]
+) -> None:
+    same = dict.fromkeys(
+        n for row in rows(section) if row.kind == "same" for n in parse_keywords(row.code)
+    )
     fields = [field.name for field in dataclasses.fields(settings)]
-    assert [name for name in fields if name not in own][: len(same)] == list(same)
-    assert same.keys() == set(fields) - own
+    assert [name for name in fields if name not in extra_fields][: len(same)] == list(same)
+    assert same.keys() == set(fields) - extra_fields
 
 
 # --- calls and attributes -------------------------------------------------------------------------
@@ -144,7 +149,7 @@ def test_fields_come_in_the_order_of_the_page(section: str, settings: Any, own: 
 
 @pytest.fixture(scope="module")
 def names() -> Iterator[dict[str, Any]]:
-    """Yields the names that the page's code may use."""
+    """Yields the variables that code on the page may use."""
     params = SamplingParams(max_tokens=2, logprobs=1)
     with LLM(demo_model_path(), max_num_seqs=8, num_kv_blocks=64) as llm:
         (output,) = llm.generate("Once", params, use_tqdm=False)
@@ -161,25 +166,27 @@ def names() -> Iterator[dict[str, Any]]:
         }
 
 
-CODE = ("Methods", "Outputs")
+CODE_SECTIONS = ("Methods", "Outputs")
 
 
-@pytest.mark.parametrize(("section", "row"), each(dict.fromkeys(CODE)))
-def test_code_does_what_the_page_says(section: str, row: Row, names: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("section", "row"), row_params(dict.fromkeys(CODE_SECTIONS)))
+def test_code_has_the_effect_that_the_page_states(
+    section: str, row: Row, names: dict[str, Any]
+) -> None:
     assert row.kind in ("same", "differs", "refused")
     if row.kind == "refused":
         # AttributeError covers assignments to frozen objects, TypeError covers unknown arguments.
         with pytest.raises((NanoEngineError, AttributeError, TypeError)) as refused:
             eval(row.code, dict(names))
-        lacking = row.code.removeprefix("llm.")
-        if lacking in vllm_names.LLM_METHODS:
-            assert vllm_names.LLM_METHODS[lacking] == row.meaning
-            assert str(refused.value) == f"LLM has no {lacking!r}: {row.meaning}"
+        name = row.code.removeprefix("llm.")
+        if name in vllm_names.LLM_METHODS:
+            assert vllm_names.LLM_METHODS[name] == row.meaning
+            assert str(refused.value) == f"LLM has no {name!r}: {row.meaning}"
     else:
         eval(row.code, dict(names))
 
 
-def test_what_an_llm_lacks_is_on_the_page(names: dict[str, Any]) -> None:
+def test_the_page_lists_the_methods_that_an_llm_does_not_have(names: dict[str, Any]) -> None:
     shown = {row.code.removeprefix("llm.") for row in rows("Methods") if row.kind == "refused"}
     assert vllm_names.LLM_METHODS.keys() <= shown
     assert not hasattr(names["llm"], "encode")
@@ -188,6 +195,6 @@ def test_what_an_llm_lacks_is_on_the_page(names: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("row", rows("Names to import"), ids=lambda row: row.code)
-def test_a_name_can_be_imported_or_not(row: Row) -> None:
+def test_a_name_can_be_imported_if_the_page_says_so(row: Row) -> None:
     assert row.kind in ("same", "refused")
     assert hasattr(nanoengine, row.code) == (row.kind == "same")

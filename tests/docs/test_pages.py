@@ -27,9 +27,9 @@ from nanoengine.cli.main import COMMANDS, find_command, main, parse
 from tests.support import pages
 from tests.support.pages import ROOT, Block
 
-NEEDS = "StructuredOutputs("
-"""Marks scripts that need an optional package."""
-GRAMMARS = [
+GRAMMAR_CALL = "StructuredOutputs("
+"""A script that contains this text needs an optional package."""
+GRAMMAR_MARKS = [
     pytest.mark.extra,
     pytest.mark.skipif(importlib.util.find_spec("llguidance") is None, reason="needs llguidance"),
 ]
@@ -37,7 +37,9 @@ GRAMMARS = [
 
 def params(blocks: list[Block]) -> list[object]:
     return [
-        pytest.param(block, id=block.name, marks=GRAMMARS if NEEDS in block.text else ())
+        pytest.param(
+            block, id=block.name, marks=GRAMMAR_MARKS if GRAMMAR_CALL in block.text else ()
+        )
         for block in blocks
     ]
 
@@ -48,12 +50,12 @@ def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     entries that they added to the engine's tables are removed."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    before, tables = set(sys.modules), [(table, dict(table)) for table in (FAMILIES, BACKENDS)]
+    old_modules, tables = set(sys.modules), [(table, dict(table)) for table in (FAMILIES, BACKENDS)]
     yield tmp_path
-    for table, rows in tables:
+    for table, entries in tables:
         table.clear()
-        table.update(rows)
-    for name in set(sys.modules) - before:
+        table.update(entries)
+    for name in set(sys.modules) - old_modules:
         if str(tmp_path) in str(getattr(sys.modules[name], "__file__", "")):
             del sys.modules[name]
 
@@ -69,11 +71,11 @@ def write_files(page: str, scratch: Path) -> None:
                 (path.parent / "__init__.py").touch()
 
 
-SESSIONS = {block.page for block in pages.of_kind("session")}
+PAGES_WITH_SESSIONS = {block.page for block in pages.of_kind("session")}
 
 
-@pytest.mark.parametrize("page", sorted(SESSIONS))
-def test_sessions_of_a_page_print_what_it_shows(page: str, scratch: Path) -> None:
+@pytest.mark.parametrize("page", sorted(PAGES_WITH_SESSIONS))
+def test_sessions_print_the_output_that_the_page_shows(page: str, scratch: Path) -> None:
     write_files(page, scratch)
     parser = doctest.DocTestParser()
     runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
@@ -84,11 +86,11 @@ def test_sessions_of_a_page_print_what_it_shows(page: str, scratch: Path) -> Non
             test = parser.get_doctest(block.text, names, page, page, block.line - 1)
             failed += runner.run(test, clear_globs=False).failed
             names = test.globs
-    assert failed == 0, "below, each example that prints something else"
+    assert failed == 0, "stdout has each example whose output differs"
 
 
 @pytest.mark.parametrize("quotation", params(pages.of_kind("quotation")))
-def test_quotations_are_the_code(quotation: Block) -> None:
+def test_quotations_equal_the_code(quotation: Block) -> None:
     assert quotation.text in (ROOT / quotation.path).read_text(encoding="utf-8")
 
 
@@ -98,7 +100,7 @@ def runnable(*kinds: pages.Kind) -> list[Block]:
 
 @pytest.mark.filterwarnings("ignore:no effect in nanoengine")
 @pytest.mark.parametrize("script", params(runnable("script")))
-def test_a_script_runs_and_prints_what_is_shown(
+def test_a_script_prints_the_output_that_the_page_shows(
     script: Block, scratch: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_files(script.page, scratch)
@@ -107,33 +109,33 @@ def test_a_script_runs_and_prints_what_is_shown(
     if shown is not None:
         assert not pages.difference(shown, printed), pages.difference(shown, printed)
     asserts = any(isinstance(node, ast.Assert) for node in ast.walk(ast.parse(script.text)))
-    assert asserts or len(printed.split()) > 8, "a script that shows nothing teaches nothing"
+    assert asserts or len(printed.split()) > 8, "a script must print or assert something"
 
 
 # --- commands -------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
-def ends_well() -> Iterator[None]:
-    """A program may end with SystemExit and status 0."""
+def exits_with_status_0() -> Iterator[None]:
+    """Fails if a program exits with another status than 0."""
     try:
         yield
-    except SystemExit as end:
-        if end.code:
-            raise AssertionError(f"status {end.code}") from end
+    except SystemExit as error:
+        if error.code:
+            raise AssertionError(f"status {error.code}") from error
 
 
 def run_command(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> str:
     """Runs `nanoengine ...`, `python -m ...` or `python script.py ...` in this process.
 
     Returns:
-        What it prints.
+        Its output; "" if it is redirected to a file.
     """
     program, *rest = arguments
     printed = io.StringIO()
     rest, target = (rest[: rest.index(">")], rest[-1]) if ">" in rest else (rest, None)
-    assert target is None or "/" not in target, "a page's command may not write elsewhere"
-    with contextlib.redirect_stdout(printed), ends_well():
+    assert target is None or "/" not in target, "a command may write only to its working directory"
+    with contextlib.redirect_stdout(printed), exits_with_status_0():
         if program == "nanoengine":
             assert main(rest) == 0
         elif program == "python" and rest[0] == "-m":
@@ -144,82 +146,82 @@ def run_command(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> str:
             monkeypatch.setattr(sys, "argv", rest)
             runpy.run_path(str(ROOT / rest[0]), run_name="__main__")
         else:
-            raise AssertionError(f"no test knows how to run {program!r}: mark the block not run")
+            raise AssertionError(f"{program!r} cannot be run in a test: mark the block as not run")
     if target is not None:
         Path(target).write_text(printed.getvalue(), encoding="utf-8")
         return ""
     return printed.getvalue()
 
 
-WITH_COMMANDS = dict.fromkeys(block.page for block in runnable("console", "commands"))
+PAGES_WITH_COMMANDS = dict.fromkeys(block.page for block in runnable("console", "commands"))
 
 
 @pytest.mark.guards(
     "README.md", "docs/*.md", "examples/*.py", "nanoengine/cli/*.py", "nanoengine/observe/*.py"
 )
-@pytest.mark.parametrize("page", WITH_COMMANDS)
-def test_commands_of_a_page_run_and_print_what_it_shows(
+@pytest.mark.parametrize("page", PAGES_WITH_COMMANDS)
+def test_commands_print_the_output_that_the_page_shows(
     page: str, scratch: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_files(page, scratch)
-    wrong = []
+    differences = []
     for block in runnable("console", "commands"):
         if block.page == page:
             for arguments, shown in pages.commands_of(block):
                 printed = run_command(arguments, monkeypatch)
                 if block.kind == "console":
-                    wrong += filter(None, [pages.difference(shown, printed)])
-    assert not wrong, "\n".join(wrong)
+                    differences += filter(None, [pages.difference(shown, printed)])
+    assert not differences, "\n".join(differences)
 
 
-def targets() -> set[str]:
+def make_targets() -> set[str]:
     return set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE))
 
 
-def why_wrong(arguments: list[str]) -> str:
-    """Returns why a command could not run on any machine; "" if it could."""
+def command_error(arguments: list[str]) -> str:
+    """Returns why a command is invalid on every machine; "" if it is valid."""
     while arguments and re.match(r"\w+=", arguments[0]):
         arguments = arguments[1:]
     if not arguments or arguments[0].startswith("$"):
         return ""
     program, *rest = arguments[0].removeprefix(".venv/bin/"), *arguments[1:]
     if program == "make":
-        unknown = [word for word in rest if "=" not in word and word not in targets()]
+        unknown = [word for word in rest if "=" not in word and word not in make_targets()]
         return f"no target {unknown}" if unknown else ""
     if program == "pip":
         extras = re.findall(r"nanoengine\[(\w+)\]|\.\[([\w,]+)\]", " ".join(rest))
         project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
-        wanted = {name for pair in extras for part in pair for name in part.split(",") if name}
-        unknown = sorted(wanted - set(project["optional-dependencies"]))
+        requested = {name for pair in extras for part in pair for name in part.split(",") if name}
+        unknown = sorted(requested - set(project["optional-dependencies"]))
         return f"no extra {unknown}" if unknown else ""
     if program == "python" and rest[0] == "-m":
         return "" if importlib.util.find_spec(rest[1]) else f"no module {rest[1]}"
     if program == "python" and rest[0] != "bench.py":
         return "" if (ROOT / rest[0]).is_file() else f"no file {rest[0]}"
-    complaints = io.StringIO()
-    with contextlib.redirect_stderr(complaints), contextlib.suppress(SystemExit):
+    errors = io.StringIO()
+    with contextlib.redirect_stderr(errors), contextlib.suppress(SystemExit):
         if program == "python":
             options.parse(rest[1:])
         elif program != "nanoengine" or rest[0] not in COMMANDS:
             return f"no command {program} {rest[0]}"
         elif (options_class := find_command(rest[0])[1]) is not None and "..." not in rest:
             parse(options_class, "nanoengine", rest[1:])
-    return complaints.getvalue()
+    return errors.getvalue()
 
 
-def test_commands_that_are_not_run_could_be() -> None:
+def test_commands_that_are_not_run_are_valid() -> None:
     blocks = [block for block in pages.of_kind("console", "commands") if block.why_not]
-    wrong = {
-        f"{block.name}: {' '.join(arguments)}": why
+    errors = {
+        f"{block.name}: {' '.join(arguments)}": error
         for block in blocks
         for arguments, _ in pages.commands_of(block)
-        if (why := why_wrong(arguments))
+        if (error := command_error(arguments))
     }
-    assert wrong == {}
+    assert errors == {}
 
 
 @pytest.mark.parametrize(
-    ("line", "why"),
+    ("line", "error"),
     [
         ("make tests", "no target ['tests']"),
         ("pip install 'nanoengine[plots]'", "no extra ['plots']"),
@@ -229,33 +231,33 @@ def test_commands_that_are_not_run_could_be() -> None:
         ("python bench.py --ablat", "--ablat"),
     ],
 )
-def test_a_command_that_is_not_there_is_noticed(line: str, why: str, tmp_path: Path) -> None:
+def test_an_invalid_command_is_reported(line: str, error: str, tmp_path: Path) -> None:
     page = ROOT / "docs" / "unwritten.md"
     block = Block(page.name, 1, "commands", line + "\n")
     ((arguments, _),) = pages.commands_of(block)
-    assert why in why_wrong(arguments)
+    assert error in command_error(arguments)
 
 
 # --- the parser of pages --------------------------------------------------------------------------
 
 
-def test_no_page_shows_an_output_of_nothing() -> None:
-    """An output without a command would be compared with nothing."""
+def test_every_output_follows_a_command_or_a_script() -> None:
+    """Other outputs would not be compared."""
     kinds = ("script", "session", "diff", "output")
     for page in pages.PAGES:
         blocks = pages.blocks_of(page)
-        for before, block in zip([None, *blocks], blocks, strict=False):
+        for previous, block in zip([None, *blocks], blocks, strict=False):
             if block.kind == "output":
-                assert before is not None, block.name
-                assert before.kind in kinds, block.name
+                assert previous is not None, block.name
+                assert previous.kind in kinds, block.name
 
 
-def test_each_mark_stands_above_its_block() -> None:
-    marks = sum(page.read_text(encoding="utf-8").count("<!-- not") for page in pages.PAGES)
-    assert sum(bool(block.why_not) for block in pages.of_kind(*pages.KINDS)) == marks > 5
+def test_every_not_run_comment_is_directly_above_a_block() -> None:
+    comments = sum(page.read_text(encoding="utf-8").count("<!-- not") for page in pages.PAGES)
+    assert sum(bool(block.why_not) for block in pages.of_kind(*pages.KINDS)) == comments > 5
 
 
-def test_a_difference_is_noticed_and_what_varies_is_not() -> None:
+def test_differences_are_reported_except_in_place_of_an_ellipsis() -> None:
     shown = "steps  3,915\nsimulated in  ... s\n"
     assert pages.difference(shown, "steps           3,915\nsimulated in    1.97 s\n") == ""
     assert pages.difference(shown, "steps           3,916\nsimulated in    1.97 s\n") != ""
@@ -265,7 +267,7 @@ def test_a_difference_is_noticed_and_what_varies_is_not() -> None:
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "docs/notebooks").glob("*.ipynb")), ids=str)
-def test_a_notebook_is_kept_without_outputs(path: Path) -> None:
+def test_a_notebook_is_committed_without_outputs(path: Path) -> None:
     """`make test-extras` runs the whole notebook."""
     cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
     code = [cell for cell in cells if cell["cell_type"] == "code"]

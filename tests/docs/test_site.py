@@ -1,4 +1,4 @@
-"""The site: it has every page, and all links and anchors resolve."""
+"""Checks that the docs site has every page, and that its links and anchors resolve."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ PAGES = sorted((ROOT / "docs").glob("*.md"))
 
 
 def pages_in(nav: list[Any]) -> list[str]:
-    """Returns the pages of a navigation, whose entries are pages or sections of entries."""
+    """Returns all pages of a navigation: an entry is a page or a section of entries."""
     found: list[str] = []
     for entry in nav:
         if isinstance(entry, str):
             found.append(entry)
         else:
-            for inner in entry.values():
-                found += [inner] if isinstance(inner, str) else pages_in(inner)
+            for section in entry.values():
+                found += [section] if isinstance(section, str) else pages_in(section)
     return found
 
 
-def test_every_page_stands_in_the_site_once() -> None:
+def test_every_page_is_in_the_navigation_once() -> None:
     site = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
-    listed, there = sorted(pages_in(site["nav"])), [page.name for page in PAGES]
-    assert listed == there, "a new page needs a line in nav of mkdocs.yml"
+    listed, existing = sorted(pages_in(site["nav"])), [page.name for page in PAGES]
+    assert listed == existing, "a new page needs a line in nav of mkdocs.yml"
 
 
-def test_links_of_pages_stay_among_the_pages() -> None:
-    """The site has only pages: name a file of the repository in `code` instead of linking to it."""
+def test_pages_link_only_to_pages() -> None:
+    """The site contains only pages, so other files are named in `code` instead of linked."""
     outside = {
         page.name: links
         for page in PAGES
@@ -48,13 +48,13 @@ def test_links_of_pages_stay_among_the_pages() -> None:
 
 
 def build(root: Path, target: Path) -> subprocess.CompletedProcess[str]:
-    # Why not --quiet: warnings that are not logged are not counted.
+    # Why not --quiet: with it, mkdocs does not count warnings.
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir"]
     return subprocess.run([*command, str(target)], cwd=root, capture_output=True, text=True)
 
 
 @pytest.mark.extra
-def test_the_site_builds_strictly_and_a_bad_anchor_stops_it(tmp_path: Path) -> None:
+def test_the_site_builds_and_a_bad_anchor_is_an_error(tmp_path: Path) -> None:
     pytest.importorskip("material")
     done = build(ROOT, tmp_path / "site")
     assert done.returncode == 0, done.stderr
@@ -77,6 +77,6 @@ def test_the_site_builds_strictly_and_a_bad_anchor_stops_it(tmp_path: Path) -> N
         ("rates-demo", sweep.format_rates),
     ],
 )
-def test_tables_of_performance_are_those_of_the_reports(report: str, format_report: Any) -> None:
+def test_the_tables_of_performance_equal_the_reports(report: str, format_report: Any) -> None:
     recorded = json.loads((ROOT / f"benchmarks/results/{report}.json").read_text("utf-8"))
     assert format_report(recorded) in (ROOT / "docs/performance.md").read_text("utf-8")

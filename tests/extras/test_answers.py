@@ -116,7 +116,7 @@ def count(folder: Path, llm: LLM, max_tokens: int) -> collections.Counter[str]:
 
 
 @pytest.mark.extra
-def test_calls_that_must_be_are_calls_by_their_schemas() -> None:
+def test_enforced_tool_calls_match_their_schemas() -> None:
     """Of 350 rows, none is refused and no finished one violates a schema; some are truncated."""
     pytest.importorskip("llguidance")
     spec = importlib.util.find_spec("bfcl_eval")

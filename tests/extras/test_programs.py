@@ -15,14 +15,14 @@ import pytest
 
 from nanoengine import LLM
 from nanoengine.assets import demo_model_path
-from tests.support.as_vllm import run_apart
+from tests.support.as_vllm import run_in_process
 
 MODEL = str(demo_model_path())
 
 
 def run_program(folder: Path, source: str, *arguments: str) -> str:
     (folder / "program.py").write_text(source, encoding="utf-8")
-    return run_apart("program.py", MODEL, *arguments, cwd=folder).stdout
+    return run_in_process("program.py", MODEL, *arguments, cwd=folder).stdout
 
 
 OUTLINES = """
@@ -70,7 +70,7 @@ from distilabel.pipeline import Pipeline
 from distilabel.steps import LoadDataFromDicts
 from distilabel.steps.tasks import TextGeneration
 
-def model(tokens):  # Without a GPU distilabel must be told not to look for one.
+def model(tokens):  # Without a GPU, distilabel must not search for one.
     options = {"max_new_tokens": tokens, "temperature": 0.7}
     return vLLM(model=sys.argv[1], disable_cuda_device_placement=True, generation_kwargs=options)
 
@@ -182,7 +182,7 @@ TASKS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.eval
-def test_the_harness_gets_of_vllm_what_it_gets_of_transformers(tmp_path: Path) -> None:
+def test_the_harness_has_equal_results_for_vllm_and_transformers(tmp_path: Path) -> None:
     """Log-likelihoods agree within 1e-3, and the texts are equal."""
     pytest.importorskip("lm_eval")
     pytest.importorskip("accelerate")
@@ -200,7 +200,7 @@ def test_the_harness_gets_of_vllm_what_it_gets_of_transformers(tmp_path: Path) -
             "doc_to_text": "{{question}}",
         }
         (tmp_path / f"{name}.yaml").write_text(json.dumps(common | task))  # JSON is YAML.
-    ours, theirs = of_the_program(tmp_path), of_transformers(tmp_path)
+    ours, theirs = vllm_results(tmp_path), transformers_results(tmp_path)
     assert ours["until"] == theirs["until"]
     assert len(ours["choices"]) == len(WHO)
     for row, wanted in zip(ours["choices"], theirs["choices"], strict=True):
@@ -209,9 +209,9 @@ def test_the_harness_gets_of_vllm_what_it_gets_of_transformers(tmp_path: Path) -
             assert greedy == str(greedy_wanted)
 
 
-def of_the_program(folder: Path) -> dict[str, list[Any]]:
+def vllm_results(folder: Path) -> dict[str, list[Any]]:
     """Returns the harness's results of `--model vllm` for each row, by task."""
-    run_apart(
+    run_in_process(
         *("-m", "lm_eval", "--model", "vllm", "--tasks", ",".join(TASKS), "--log_samples"),
         *("--model_args", f"pretrained={MODEL},dtype=float32", "--include_path", str(folder)),
         *("--output_path", str(folder / "vllm")),
@@ -225,7 +225,7 @@ def of_the_program(folder: Path) -> dict[str, list[Any]]:
     return found
 
 
-def of_transformers(folder: Path) -> dict[str, list[Any]]:
+def transformers_results(folder: Path) -> dict[str, list[Any]]:
     """Returns the same for the harness's own model in this process; another takes 10 s more."""
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager

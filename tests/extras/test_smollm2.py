@@ -26,8 +26,8 @@ def test_a_chat_answers_and_ends(llm: LLM) -> None:
     assert "Paris" in answer.text and answer.finish_reason == "stop"
 
 
-def test_what_ends_an_answer_and_a_stop_string_that_no_text_shows(llm: LLM) -> None:
-    """With EOS ignored, a stop string can still name the token that closes the turn."""
+def test_eos_and_invisible_stop_strings_end_a_completion(llm: LLM) -> None:
+    """With EOS ignored, a stop string can still be the token that ends the message."""
     text = llm.tokenizer.token_text
     assert [text(i) for i in llm.info.eos_token_ids] == ["<|im_end|>", "<|endoftext|>"]
     params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True, stop=["<|im_end|>"])

@@ -38,7 +38,7 @@ def make_llm(**options: object) -> LLM:
     )  # fmt: skip
 
 
-def found(llm: LLM, params: BeamSearchParams, eos: tuple[int, ...]) -> list:
+def run_searches(llm: LLM, params: BeamSearchParams, eos: tuple[int, ...]) -> list:
     """Returns (tokens, score, sum) of each sequence of each prompt."""
     engine = llm.engine
     engine.info = engine.checker.info = dataclasses.replace(engine.info, eos_token_ids=eos)
@@ -79,14 +79,14 @@ def expected(params: BeamSearchParams, eos: tuple[int, ...]) -> list:
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    with make_llm() as made:
-        yield made
+    with make_llm() as beam_llm:
+        yield beam_llm
 
 
 @pytest.fixture(scope="module")
-def likely(llm: LLM) -> list[int]:
+def likely_tokens(llm: LLM) -> list[int]:
     """Returns the most frequent tokens in searches without EOS: they make good EOS ids."""
-    sequences = found(llm, BeamSearchParams(beam_width=4, max_tokens=NUM_TOKENS), ())
+    sequences = run_searches(llm, BeamSearchParams(beam_width=4, max_tokens=NUM_TOKENS), ())
     counts = Counter(t for beams in sequences for tokens, _ in beams for t in tokens[2:])
     return [token_id for token_id, _ in counts.most_common(6)]
 
@@ -107,38 +107,39 @@ def likely(llm: LLM) -> list[int]:
         (3, 1.0, False, 0),
     ],
 )
-def test_sequences_and_scores_are_those_of_transformers(
-    llm, likely, width, penalty, early, num_eos
+def test_sequences_and_scores_equal_transformers(
+    llm, likely_tokens, width, penalty, early, num_eos
 ):
     params = BeamSearchParams(
         beam_width=width, max_tokens=NUM_TOKENS, length_penalty=penalty, early_stopping=early
     )
-    eos = tuple(likely[:num_eos])
-    ours, theirs = found(llm, params, eos), expected(params, eos)
+    eos = tuple(likely_tokens[:num_eos])
+    ours, theirs = run_searches(llm, params, eos), expected(params, eos)
     assert [[tokens for tokens, _ in beams] for beams in ours] == [
         [tokens for tokens, _ in beams] for beams in theirs
     ]
     for beams, reference_beams in zip(ours, theirs, strict=True):
         assert [s for _, s in beams] == pytest.approx([s for _, s in reference_beams], abs=1e-4)
     if penalty <= 1 and eos:  # with a larger penalty, the longest sequence scores best
-        assert any(tokens[-1] in eos for beams in ours for tokens, _ in beams), "no EOS was met"
+        assert any(tokens[-1] in eos for beams in ours for tokens, _ in beams), "no beam ended"
+        " with EOS"
 
 
-def test_a_beam_of_width_1_is_the_greedy_sequence(llm, likely):
+def test_a_beam_of_width_1_is_the_greedy_sequence(llm, likely_tokens):
     params = BeamSearchParams(beam_width=1, max_tokens=NUM_TOKENS)
     greedy = SamplingParams(temperature=0, max_tokens=NUM_TOKENS)
-    ours = found(llm, params, tuple(likely[:2]))
+    ours = run_searches(llm, params, tuple(likely_tokens[:2]))
     outputs = llm.generate(random_prompts(4, LENGTHS), greedy, use_tqdm=False)
     assert [tokens for ((tokens, _),) in ours] == [o.outputs[0].token_ids for o in outputs]
 
 
-def test_ignored_eos_ids_end_nothing(llm, likely):
+def test_ignored_eos_ids_end_no_beam(llm, likely_tokens):
     params = BeamSearchParams(beam_width=3, max_tokens=NUM_TOKENS, ignore_eos=True)
     plain = dataclasses.replace(params, ignore_eos=False)
-    assert found(llm, params, tuple(likely)) == found(llm, plain, ())
+    assert run_searches(llm, params, tuple(likely_tokens)) == run_searches(llm, plain, ())
 
 
-# --- on the fake executor: a search finds the same, whatever else runs ---------------------------
+# --- on the fake executor: other requests do not change a search ----------------------------------
 
 
 def add_search(engine, name: str, prompt: list[int], params: BeamSearchParams):
@@ -149,7 +150,7 @@ def add_search(engine, name: str, prompt: list[int], params: BeamSearchParams):
     return search, request
 
 
-def found_alone(prompt: list[int], params: BeamSearchParams) -> list[tuple[list[int], float]]:
+def search_alone(prompt: list[int], params: BeamSearchParams) -> list[tuple[list[int], float]]:
     """Returns tokens and scores of a search that has a large pool to itself."""
     engine = make_engine(num_blocks=200)
     search, _ = add_search(engine, "alone", prompt, params)
@@ -172,7 +173,7 @@ POOLS = {
 
 @pytest.mark.parametrize("loop", [run, run_late])
 @pytest.mark.parametrize("pool", POOLS)
-def test_searches_side_by_side_find_what_each_finds_alone(pool, loop):
+def test_concurrent_searches_have_the_results_of_single_searches(pool, loop):
     engine = make_engine(**POOLS[pool])
     prompts = [list(range(1, 2 + 3 * i)) for i in range(5)]
     searches = [add_search(engine, f"{i}", prompt, PARAMS) for i, prompt in enumerate(prompts)]
@@ -181,15 +182,15 @@ def test_searches_side_by_side_find_what_each_finds_alone(pool, loop):
     for prompt, (search, request) in zip(prompts, searches, strict=True):
         assert request.error is None
         found = [(one.token_ids, one.score) for one in search.hypotheses]
-        assert found == found_alone(prompt, PARAMS)
+        assert found == search_alone(prompt, PARAMS)
     (seq,) = plain.sequences
     assert seq.output_token_ids == expected_output(list(range(1, 9)), seq.seed, 9, ())
     assert engine.scheduler.block_manager.pool.counts()["active"] == 0
     if pool in ("small", "one beam", "few rows", "one row", "no cache"):
-        assert engine.stats().preemptions > 0, "nothing was scarce"
+        assert engine.stats().preemptions > 0, "there were no preemptions"
 
 
-def test_beams_share_what_they_have_in_common():
+def test_beams_share_the_blocks_of_their_common_prefix():
     engine = make_engine(num_blocks=200)
     params = dataclasses.replace(PARAMS, max_tokens=8)
     add_search(engine, "a", list(range(1, 31)), params)
@@ -205,7 +206,7 @@ def test_beams_share_what_they_have_in_common():
     assert len(executor.plans[1].block_copies) == 2
 
 
-def test_a_failing_beam_ends_its_search_alone():
+def test_a_failing_beam_ends_only_its_own_search():
     engine = make_engine()
     _, bad = add_search(engine, "bad", [1, 2, 3], PARAMS)
     good, _ = add_search(engine, "good", [4, 5], PARAMS)
@@ -216,11 +217,11 @@ def test_a_failing_beam_ends_its_search_alone():
     assert sorted(run(engine)) == ["bad", "good"]
     assert bad.error == "NaN"
     assert [seq.finish_reason for seq in bad.sequences] == ["error"] * 3
-    assert [(h.token_ids, h.score) for h in good.hypotheses] == found_alone([4, 5], PARAMS)
+    assert [(h.token_ids, h.score) for h in good.hypotheses] == search_alone([4, 5], PARAMS)
     assert engine.stats().active_blocks == 0
 
 
-def test_an_aborted_search_leaves_nothing_behind():
+def test_an_aborted_search_frees_its_blocks():
     engine = make_engine(num_blocks=14, max_num_seqs=4)
     add_search(engine, "a", list(range(1, 14)), PARAMS)
     add_search(engine, "b", list(range(1, 9)), PARAMS)
@@ -234,7 +235,7 @@ def test_an_aborted_search_leaves_nothing_behind():
     assert not engine.scheduler.has_unfinished
 
 
-def test_a_search_too_large_for_the_pool_says_so():
+def test_a_search_too_large_for_the_pool_ends_with_an_error():
     engine = make_engine(num_blocks=5)
     _, request = add_search(engine, "a", list(range(1, 13)), PARAMS)
     assert run(engine) == ["a"]
@@ -261,20 +262,20 @@ def test_a_search_too_large_for_the_pool_says_so():
         ({"ignore_eos": None}, "ignore_eos must be True or False"),
     ],
 )
-def test_bad_parameters_are_refused(changes, message):
+def test_invalid_beam_parameters_raise(changes, message):
     with pytest.raises(RequestError, match=message):
         BeamSearchParams(**{"beam_width": 2, "max_tokens": 4} | changes)
 
 
-def test_calls_that_cannot_run_are_refused_before_anything_runs(llm):
-    with pytest.raises(RequestError, match="max_num_seqs=256 must be at least that"):
+def test_calls_that_cannot_run_raise_before_any_step(llm):
+    with pytest.raises(RequestError, match="max_num_seqs=256 must be at least beam_width=257"):
         llm.beam_search([[1]], BeamSearchParams(beam_width=257, max_tokens=2))
     with pytest.raises(RequestError, match="prompt 1"):
         llm.beam_search([[1], [10**6]], BeamSearchParams(beam_width=2, max_tokens=2))
     assert llm.stats().num_running == 0
 
 
-def test_the_models_context_bounds_a_search(llm):
+def test_the_context_of_the_model_limits_a_search(llm):
     (output,) = llm.beam_search(
         [[5] * 125], BeamSearchParams(beam_width=2, max_tokens=50, ignore_eos=True), use_tqdm=False
     )

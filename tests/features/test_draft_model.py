@@ -14,7 +14,7 @@ import torch
 
 from nanoengine import HostTier
 from nanoengine.errors import ConfigError
-from nanoengine.features.drafting import Drafting
+from nanoengine.features.speculative.drafting import Drafting
 from nanoengine.settings.params import SamplingParams
 from tests.support.drafts import draft_always
 from tests.support.engines import (
@@ -54,7 +54,7 @@ def drafting_engine(draft: str, **options: object):
     ("where", "what"),
     [("large", "greedy"), ("small-pool", "seeded"), ("small-pool", "n"), ("chunks-overlap", "n")],
 )
-def test_a_draft_model_that_is_the_target_is_always_right(where, what):
+def test_all_drafts_of_the_target_itself_are_accepted(where, what):
     options, params = OPTIONS[where], PARAMS[what]
     expected = tokens(run(make_engine(checkpoint("qwen3")), prompts(), params))
     engine = drafting_engine(checkpoint("qwen3") + ":k=3", **options)
@@ -66,7 +66,7 @@ def test_a_draft_model_that_is_the_target_is_always_right(where, what):
     assert (stats.preemptions > 0) is ("num_kv_blocks" in options)
 
 
-def test_a_draft_model_that_is_mostly_wrong_and_has_windows_does_not_show():
+def test_a_poor_draft_model_with_windows_does_not_change_the_output():
     expected = tokens(run(make_engine(checkpoint("qwen3")), prompts(), greedy(NUM_TOKENS)))
     draft = checkpoint("mistral", sliding_window=16)
     engine = drafting_engine(draft, **OPTIONS["small-pool"])
@@ -75,7 +75,7 @@ def test_a_draft_model_that_is_mostly_wrong_and_has_windows_does_not_show():
     assert stats.drafted_tokens > 5 * stats.accepted_tokens
 
 
-def test_blocks_that_were_filled_without_drafting_are_right():
+def test_blocks_filled_without_drafting_are_correct_in_both_caches():
     """Outputs computed without drafting are in the cache, and the next prompt begins with one."""
     engine = make_engine(
         checkpoint("qwen3"), speculative=checkpoint("qwen3"), block_size=8, max_num_seqs=4
@@ -108,7 +108,7 @@ class EverySecondTime:
         return True
 
 
-def test_wrong_drafts_leave_nothing_in_the_blocks():
+def test_rejected_drafts_leave_no_trace_in_cached_blocks():
     """The draft model ignores penalties, so right and wrong drafts alternate."""
     penalized = SamplingParams(temperature=0, frequency_penalty=1.5, max_tokens=60, ignore_eos=True)
     engine = drafting_engine(checkpoint("qwen3"), block_size=8)
@@ -151,7 +151,7 @@ def test_the_memory_plan_counts_both_models():
     assert both.executor.draft.kv_cache.kv.shape[2] == both.info.num_kv_blocks
 
 
-def test_what_can_be_no_draft_model_is_refused_by_name(tmp_path: Path):
+def test_unsuitable_draft_models_raise_and_are_named(tmp_path: Path):
     directory = checkpoint("qwen3")
     other = tmp_path / "other"
     shutil.copytree(directory, other)
@@ -168,7 +168,7 @@ def test_what_can_be_no_draft_model_is_refused_by_name(tmp_path: Path):
          "context of 64 tokens is shorter than max_model_len=100"),
         (window, directory, {}, "needs a model whose layers all have full attention"),
         (directory, "ngramm", {}, "neither 'ngram' nor a draft model: .*'ngramm' does not exist"),
-        (directory, directory, {"kv_tiers": [HostTier(gib=0.01)]}, "neither with kv_tiers"),
+        (directory, directory, {"kv_tiers": [HostTier(gib=0.01)]}, "not supported with kv_tiers"),
         (directory, directory, {"tensor_parallel_size": 2}, "nor with ranks"),
     ]  # fmt: skip
     for target, draft, options, message in cases:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from nanoengine.core.plan import StepPlan, StepResult, StepTimes
 from nanoengine.core.sequence import Request, Sequence, SequenceOptions
 from nanoengine.core.speculation import set_drafts
-from nanoengine.features.drafting import (
+from nanoengine.features.speculative.drafting import (
     BACKOFF_STEPS,
     Acceptance,
     Drafting,
@@ -28,8 +28,8 @@ from nanoengine.settings.params import SamplingParams
 class Machine:
     """A drafter whose drafts are right with probability `accept`; a step takes `cost(rows)`."""
 
-    always = False
-    only_for = None
+    needs_every_step = False
+    eligible_rows = None
     priors = (0.5, 0.5)
 
     def __init__(
@@ -40,31 +40,31 @@ class Machine:
         num_rows: int = 1,
         k: int = 8,
         draft_s: float = 0.0,
-        look_s: float = 0.0,
+        call_s: float = 0.0,
         overlapped: bool = False,
         hiccup: float = 1.0,
     ) -> None:
         self.accept, self.cost, self.k, self.draft_s = accept, cost, k, draft_s
-        self.look_s, self.hiccup = look_s, hiccup  # hiccup: slowdown factor of the fourth step
+        self.call_s, self.hiccup = call_s, hiccup  # hiccup: slowdown factor of the fourth step
         self.random = Random(0)
         self.now = 0.0
-        self.tokens = self.rows = self.steps = self.drafted = self.looks = 0
+        self.tokens = self.rows = self.steps = self.drafted = self.num_calls = 0
         request = Request("r", [1], SamplingParams(max_tokens=10**6), max_num_tokens=10**6)
         self.sequences = [
             Sequence(request, seq_id=i, index=i, token_ids=[1, 1], row=i) for i in range(num_rows)
         ]
         self.drafting = Drafting(drafter=self, overlapped=overlapped, clock=lambda: self.now)
 
-    def look(self, sequences):
-        self.looks += len(sequences)
-        self.now += self.look_s * len(sequences)
+    def find_candidates(self, sequences):
+        self.num_calls += len(sequences)
+        self.now += self.call_s * len(sequences)
         return [DraftProposal(self.k, 1) for _ in sequences]
 
     def draft(self, sequences, counts):
         self.now += self.draft_s * max(counts)
         return [(7,) * count for count in counts]
 
-    def forget_ended(self):
+    def drop_finished(self):
         pass
 
     def run(self, num_steps: int) -> None:
@@ -118,44 +118,44 @@ def cliff(rows: int) -> float:
 BEST_OF_A_TILE = (1 + 0.8 + 0.64) * cliff(1) / cliff(3)
 MACHINES: dict[str, tuple[dict[str, Any], dict[str, Any], float]] = {
     # the machine, its changes after 300 steps, minimum speed-up from then on
-    "good drafts are as long as they can be": ({"accept": 0.95}, {}, 4.5),
+    "good drafts have the maximum length": ({"accept": 0.95}, {}, 4.5),
     "a drafter that takes a step's time": ({"accept": 0.7, "draft_s": 1.0}, {}, 0.9),
     "a quick drafter": ({"accept": 0.7, "draft_s": 0.02}, {}, 1.8),
     "a draft ends before the tile": ({"accept": 0.8, "cost": cliff}, {}, 0.9 * BEST_OF_A_TILE),
     "a text begins to repeat": ({"accept": 0.0}, {"accept": 0.95}, 3),
-    "a text goes on after one long step": ({"accept": 0.95, "hiccup": 50.0}, {}, 3),
-    "drafts become dear": ({"accept": 0.6}, {"cost": steep}, 0.9),
+    "a good text with one long step": ({"accept": 0.95, "hiccup": 50.0}, {}, 3),
+    "drafts become expensive": ({"accept": 0.6}, {"cost": steep}, 0.9),
 }
 
 
 @pytest.mark.parametrize("name", MACHINES)
-def test_what_pays_is_drafted_also_where_it_changes(name):
-    options, later, least = MACHINES[name]
+def test_drafting_adapts_when_the_machine_changes(name):
+    options, later, min_speed_up = MACHINES[name]
     machine = Machine(**{"cost": flat} | options)
     machine.run(300)
     vars(machine).update(later, tokens=0, now=0.0)
     machine.run(400)
-    assert machine.speed_up > least
+    assert machine.speed_up > min_speed_up
 
 
-def test_bad_drafts_are_given_up_and_tried_again_now_and_then():
+def test_bad_drafts_are_stopped_and_retried_from_time_to_time():
     machine = Machine(0.0, steep)
     machine.run(500)
     assert 2 < machine.drafted < 10
     assert machine.speed_up > 0.98
 
 
-def test_a_sequence_that_is_given_no_drafts_stays_a_plain_decode():
+def test_a_sequence_without_drafts_stays_a_plain_decode():
     scheduler = SimpleNamespace(special=None)
     for extras in (None, SequenceOptions()):
         seq = Machine(0.0, flat).sequences[0]
         seq.extras, seq.slots_ready_until = extras, 16
         set_drafts(scheduler, seq, ())
-        assert scheduler.special is None
+        assert scheduler.extras_scheduling is None
         assert seq.slots_ready_until == 16
 
 
-def test_many_that_never_pay_are_hardly_tried():
+def test_a_large_batch_rarely_retries_drafts_that_never_pay():
     """Also when other sequences replace them: new ones start from the learned acceptance rate."""
     machine = Machine(0.02, steep, num_rows=32)
     machine.run(200)
@@ -169,32 +169,32 @@ def test_many_that_never_pay_are_hardly_tried():
 
 @pytest.mark.parametrize("num_rows", [1, 32, 256])
 @pytest.mark.parametrize("share", [0.02, 0.2])
-def test_looks_lose_a_percent_or_half_of_it_however_long_they_take(num_rows, share):
-    """`share`: the time to look at all rows, as a fraction of the step time."""
+def test_calling_the_drafter_costs_at_most_one_percent(num_rows, share):
+    """At most 0.5 % in large batches. `share`: time of a call as a fraction of the step time."""
     lost = 0.01 if num_rows == 1 else 0.005
-    machine = Machine(0.0, steep, num_rows=num_rows, k=0, look_s=share)
+    machine = Machine(0.0, steep, num_rows=num_rows, k=0, call_s=share)
     machine.run(400)
     assert 1 - 1.5 * lost < machine.speed_up < 1 - 0.5 * lost
-    assert machine.looks > lost / share * 400 * num_rows
+    assert machine.num_calls > lost / share * 400 * num_rows
 
 
 @pytest.mark.parametrize("num_rows", [1, 4, 32, 256])
 @pytest.mark.parametrize("right", [0.3, 0.6, 0.9])
 @pytest.mark.parametrize("noise", [0.0, 0.1])
-def test_nothing_is_lost_on_a_machine_whose_times_are_noise(num_rows, right, noise):
+def test_noisy_step_times_do_not_make_drafting_lose_time(num_rows, right, noise):
     """Drafts gain at most what their rows cost, however noisy the estimates are."""
     random, extra = Random(1), 0.1 * num_rows  # extra cost of a step with any drafts
 
     def cost(rows: int) -> float:
         return (rows + extra * (rows > num_rows)) * (1 + noise * random.random())
 
-    machine = Machine(right, cost, num_rows=num_rows, look_s=0.01)
+    machine = Machine(right, cost, num_rows=num_rows, call_s=0.01)
     machine.run(200)
     plain_s = num_rows * (1 + noise / 2)
     assert machine.tokens / machine.now * plain_s / num_rows > 0.97
 
 
-def test_a_step_risks_no_more_than_is_left():
+def test_a_step_risks_at_most_the_remaining_budget():
     """All drafts of a batch are right until all are wrong."""
     machine = Machine(0.99, flat, num_rows=64)
     machine.run(100)
@@ -203,7 +203,7 @@ def test_a_step_risks_no_more_than_is_left():
     assert machine.now - before < (50 + 16) * steep(64)
 
 
-def test_tries_of_many_do_not_fall_on_one_step():
+def test_retries_of_a_batch_are_spread_over_steps():
     machine, drafted = Machine(0.02, steep, num_rows=32), []
     for _ in range(60):
         before = machine.drafted
@@ -213,14 +213,14 @@ def test_tries_of_many_do_not_fall_on_one_step():
     assert 3 < sum(drafted) <= 20
 
 
-def test_nothing_is_drafted_before_a_plain_step_was_measured():
+def test_no_token_is_drafted_before_a_plain_step_was_measured():
     machine = Machine(1.0, flat)
     assert machine.drafting.propose(machine.sequences) == [()]
     machine.step()
     assert machine.drafting.propose(machine.sequences) != [()]
 
 
-def test_no_draft_passes_the_end_of_a_sequence():
+def test_drafts_do_not_exceed_the_maximum_length():
     machine = Machine(1.0, flat)
     machine.run(40)
     machine.sequences[0].max_num_tokens = 5
@@ -230,15 +230,15 @@ def test_no_draft_passes_the_end_of_a_sequence():
     assert machine.drafting.propose(machine.sequences) == [()]
 
 
-def test_who_has_nothing_to_propose_lets_the_overlapped_loop_go_on():
+def test_a_drafter_without_proposals_rarely_stops_the_overlapped_loop():
     machine = Machine(1.0, flat, k=0, overlapped=True)
     assert machine.drafting.needs_tokens()
     machine.run(BACKOFF_STEPS)
-    asked = []
+    waits = []
     for _ in range(4 * BACKOFF_STEPS):
-        asked.append(machine.drafting.needs_tokens())
+        waits.append(machine.drafting.needs_tokens())
         machine.step()
-    assert sum(asked) == 8
+    assert sum(waits) == 8
     machine.k = 8
     machine.run(5)
     assert machine.drafting.needs_tokens()
@@ -251,14 +251,14 @@ def test_who_has_nothing_to_propose_lets_the_overlapped_loop_go_on():
     draft_s=st.sampled_from([0.0, 0.3]),
     most=st.integers(0, 9),
 )
-def test_the_best_counts_are_the_best_of_all(rates, costs, draft_s, most):
+def test_best_counts_equals_an_exhaustive_search(rates, costs, draft_s, most):
     gains = []
-    for of_one in rates:
-        chance, found = 1.0, []
-        for rate in of_one:
+    for sequence_rates in rates:
+        chance, chances = 1.0, []
+        for rate in sequence_rates:
             chance *= rate
-            found.append(chance)
-        gains.append(found)
+            chances.append(chance)
+        gains.append(chances)
 
     def seconds(number: int, longest: int) -> float:
         return 1.0 + sum(costs[:number]) + draft_s * (number > 0)
@@ -280,7 +280,7 @@ def test_the_best_counts_are_the_best_of_all(rates, costs, draft_s, most):
     assert rate(found) >= best - 1e-9 or (not any(found) and best <= plain * 1.02 + 1e-9)
 
 
-def test_costs_are_medians_and_lines_between_them():
+def test_costs_are_medians_with_linear_interpolation():
     cost = StepCost()
     for seconds in (3.0, 9.0, 1.0, 3.0):
         cost.add(4, seconds)
@@ -295,16 +295,16 @@ def test_costs_are_medians_and_lines_between_them():
     assert cost.seconds(4, start=(2, 3.5), slope=0.1) == 3.5, "more rows never cost less"
 
 
-def test_acceptance_begins_at_the_prior_and_forgets():
+def test_acceptance_begins_at_the_prior_and_forgets_old_drafts():
     acceptance = Acceptance(weight=2, window=10)
     assumed = [0.5, 0.6, 0.7]
     assert acceptance.rates(0, assumed) == assumed
     for _ in range(100):
-        acceptance.add(0, num_drafts=2, num_right=1)
+        acceptance.add(0, num_drafts=2, num_accepted=1)
     first, second, third = acceptance.rates(0, assumed)
     assert first > 0.9 and second < 0.11 and third == 0.7
     assert acceptance.rates(1, assumed) == assumed
     for _ in range(30):
-        acceptance.add(0, num_drafts=2, num_right=0)
+        acceptance.add(0, num_drafts=2, num_accepted=0)
     assert acceptance.rates(0, assumed)[0] < 0.2
-    assert acceptance.rates(0, assumed)[1] == second, "a draft behind a wrong one tells nothing"
+    assert acceptance.rates(0, assumed)[1] == second, "drafts after a rejected one are not counted"

@@ -1,4 +1,4 @@
-"""Forced tokens as drafts: always right, and preferred to proposals of another drafter."""
+"""Forced tokens as drafts: always accepted, and preferred to drafts of another drafter."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import pytest
 
 from nanoengine import LLM, SamplingParams
 from nanoengine.assets import demo_model_path
-from nanoengine.features.drafting import DraftProposal
-from nanoengine.features.grammar_drafts import GrammarDrafter
+from nanoengine.features.speculative.drafting import DraftProposal
+from nanoengine.features.speculative.grammar_drafts import GrammarDrafter
 from tests.support.drafts import draft_always
 from tests.support.engines import (
     checkpoint,
@@ -39,7 +39,9 @@ LIST = {
 @pytest.mark.parametrize(
     "options", [{}, {"speculative": "ngram:min=4", "overlap": True}, {"speculative": "ngram:min=4"}]
 )
-def test_what_a_processor_forces_is_drafted_and_right(options: dict[str, object]) -> None:
+def test_tokens_that_a_processor_forces_are_drafted_and_accepted(
+    options: dict[str, object],
+) -> None:
     """Also alone, without `speculative`."""
     prompts = random_prompts(4, [1, 9, 20])
     engine = make_engine(
@@ -54,28 +56,28 @@ def test_what_a_processor_forces_is_drafted_and_right(options: dict[str, object]
     assert found == [[forced_text(prompt, NUM_TOKENS)] for prompt in prompts]
     stats = engine.stats()
     assert stats.preemptions > 0
-    assert stats.drafted_tokens == stats.accepted_tokens > 15, "an n-gram was not meant to be found"
+    assert stats.drafted_tokens == stats.accepted_tokens > 15, "an n-gram was drafted, too"
 
 
-def test_nobody_is_asked_where_nothing_can_be_forced() -> None:
+def test_the_drafter_is_not_called_without_rows_that_force_tokens() -> None:
     """Grammars of other requests add no cost to a request without one."""
     engine = make_engine(checkpoint("qwen3"), logits_processors=[Marked()])
-    asked: list[int] = []
+    calls: list[int] = []
     propose = engine.proposer.propose
     engine.proposer = SimpleNamespace(
         needs_tokens=engine.proposer.needs_tokens,
-        propose=lambda sequences: asked.append(len(sequences)) or propose(sequences),
+        propose=lambda sequences: calls.append(len(sequences)) or propose(sequences),
     )
     run(engine, [[5], [6]], greedy(4))
-    assert not asked
+    assert not calls
     run(engine, [[5], [7]], greedy(4))
-    assert asked
-    assert not engine.observers[0]._tracked, "ended sequences are forgotten"
+    assert calls
+    assert not engine.observers[0]._histories, "ended sequences are forgotten"
     assert make_engine(checkpoint("qwen3"), overlap=True).proposer is None
     assert make_engine(checkpoint("lfm2")).proposer is None
 
 
-def test_an_exception_ends_its_row_and_no_other() -> None:
+def test_an_exception_ends_only_the_request_that_raised_it() -> None:
     prompts = random_prompts(3, [4, 9])
     texts = dict(zip(map(tuple, prompts), map(forced_text, prompts, [40] * 3), strict=True))
     texts[tuple(prompts[1])] = []  # it fails at the first token that is requested
@@ -97,21 +99,21 @@ class Marked(Dictation):
         return super().admit(sequence) if list(sequence.token_ids[:1]) == [7] else None
 
 
-def test_another_drafter_is_asked_where_nothing_is_forced() -> None:
-    class Other:
-        priors, always, only_for = (0.3, 0.4), False, None
+def test_the_fallback_drafts_where_no_token_is_forced() -> None:
+    class Fallback:
+        priors, needs_every_step, eligible_rows = (0.3, 0.4), False, None
 
-        def look(self, sequences):
+        def find_candidates(self, sequences):
             return [DraftProposal(5, 1) for _ in sequences]
 
-        def forget_ended(self):
+        def drop_finished(self):
             pass
 
     forced = {0: [], 1: [7, 8, 9]}
-    sampler = SimpleNamespace(forcing=forced.keys(), forced_tokens=forced.__getitem__)
-    drafter = GrammarDrafter(sampler, Other())
+    sampler = SimpleNamespace(jump_forward_rows=forced.keys(), forced_tokens=forced.__getitem__)
+    drafter = GrammarDrafter(sampler, Fallback())
     sequences = [SimpleNamespace(row=row) for row in range(3)]
-    assert drafter.look(sequences) == [
+    assert drafter.find_candidates(sequences) == [
         DraftProposal(5, 1),
         DraftProposal(3, 2, (7, 8, 9)),
         DraftProposal(5, 1),
@@ -119,7 +121,7 @@ def test_another_drafter_is_asked_where_nothing_is_forced() -> None:
     assert len(drafter.priors) == 3
 
 
-def test_a_grammar_is_obeyed_and_saves_steps() -> None:
+def test_drafts_of_a_grammar_save_steps_and_keep_the_output() -> None:
     """Also where n-grams of the prompt violate the grammar."""
     pytest.importorskip("llguidance")
     from nanoengine import StructuredOutputs

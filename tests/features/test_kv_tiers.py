@@ -12,7 +12,7 @@ import torch
 from nanoengine import ConfigError, DiskTier, EngineConfig, HostTier
 from nanoengine.core.plan import StepPlan, StepResult, StepTimes, Transfer
 from nanoengine.core.tiers.cost import CostModel, LoadCost, Rate
-from nanoengine.core.tiers.disk import MAX_WRITES, DiskCopy, Finished
+from nanoengine.core.tiers.disk import MAX_WRITES, DiskCopy, FinishedCopy
 from nanoengine.engine import LLMEngine
 from nanoengine.features.kv_tiers import DiskFiles, HostStorage, model_fingerprint
 from tests.support.disk_files import PREFIXES, carry_out, content
@@ -48,7 +48,7 @@ def host_and_disk(path, host_mib: float = 4, disk_mib: float = 16, **options):
     ]
 
 
-def test_what_the_device_evicts_comes_back_from_the_host(truth):
+def test_blocks_evicted_from_the_device_are_loaded_from_the_host(truth):
     engine = small_engine([HostTier(gib=4 * MIB, policy="load")])
     assert outputs(engine) == truth
     before = engine.stats().tiers[0]
@@ -74,13 +74,14 @@ def test_a_warm_directory_gives_hits_after_a_restart(truth, tmp_path):
     assert outputs(second) == truth
     host, disk = second.stats().tiers
     assert disk.loaded_blocks == disk.hit_blocks > 0
-    assert host.loaded_blocks >= disk.loaded_blocks, "what the disk gave went on to the device"
+    assert host.loaded_blocks >= disk.loaded_blocks, "blocks from the disk are also loaded to the"
+    " device"
     assert disk.failed_copies == 0
     assert second.stats().cache_hit_tokens == 2 * (32 + 48 + 56)
     second.close()
 
 
-def test_a_preempted_request_loads_what_the_tier_has_caught():
+def test_a_preempted_request_loads_its_blocks_from_the_tier():
     prompts = random_prompts(6, [20], seed=3)
     expected = tokens(run(make_engine(checkpoint("qwen3")), prompts, greedy(40)))
     counts = {}
@@ -93,7 +94,7 @@ def test_a_preempted_request_loads_what_the_tier_has_caught():
     assert counts["load"][0] < counts["recompute"][0]
 
 
-def test_a_lazy_tier_moves_less_and_shows_as_little(truth):
+def test_a_lazy_tier_stores_less_and_does_not_change_the_output(truth):
     roomy = {"num_kv_blocks": 200}
     stored = {}
     for store in ("eager", "lazy"):
@@ -107,27 +108,27 @@ def test_a_lazy_tier_moves_less_and_shows_as_little(truth):
     assert engine.stats().tiers[0].loaded_blocks > 0
 
 
-def test_a_slow_disk_holds_up_nothing(truth, tmp_path, monkeypatch):
+def test_a_slow_disk_does_not_delay_steps(truth, tmp_path, monkeypatch):
     engine = small_engine(host_and_disk(tmp_path))
     disk, submitted, may_go_on = engine.scheduler.block_manager.prefix_cache.storage, [], Event()
-    submit, carry_out = disk.submit, disk._carry_out
+    submit, carry_out = disk.submit, disk._run_copy
 
-    def carry_out_later(copy: DiskCopy) -> Finished:
-        assert may_go_on.wait(60), "somebody waits for the disk"
+    def carry_out_later(copy: DiskCopy) -> FinishedCopy:
+        assert may_go_on.wait(60), "a step waits for the disk"
         return carry_out(copy)
 
     monkeypatch.setattr(disk, "submit", lambda copy: submitted.append(copy) or submit(copy))
-    monkeypatch.setattr(disk, "_carry_out", carry_out_later)
+    monkeypatch.setattr(disk, "_run_copy", carry_out_later)
     assert outputs(engine, PROMPTS[:2]) == truth[:2]
     assert not may_go_on.is_set() and not list(tmp_path.rglob("*.kv")), "the disk has done nothing"
-    assert len(submitted) == MAX_WRITES, "no more are under way, and the rest waits its turn"
+    assert len(submitted) == MAX_WRITES, "at most MAX_WRITES copies are in flight"
     may_go_on.set()
     engine.close()
     assert len(submitted) > MAX_WRITES
     assert len(list(tmp_path.rglob("*.kv"))) == sum(copy.kind == "write" for copy in submitted)
 
 
-def test_the_salt_keeps_tenants_apart_in_every_tier(truth, tmp_path):
+def test_the_salt_isolates_tenants_in_every_tier(truth, tmp_path):
     def run_salted(engine: LLMEngine, salt: str | None):
         request = engine.add_request("r", PROMPTS[0], greedy(NUM_TOKENS), cache_salt=salt)
         while engine.has_unfinished():
@@ -157,7 +158,7 @@ def test_a_reset_empties_every_tier(truth, tmp_path):
     assert len(list(tmp_path.glob("*/*.kv"))) == 6, "five blocks of the prompt, one of the answer"
 
 
-def test_the_plan_says_what_is_loaded_and_why():
+def test_the_reasons_of_a_plan_explain_loads():
     engine = small_engine([HostTier(gib=4 * MIB)])
     outputs(engine)
     reasons = []
@@ -215,7 +216,7 @@ def test_a_round_trip_through_the_disk_is_exact(tmp_path):
     again.close()
 
 
-def test_the_fingerprint_tells_models_apart(tmp_path):
+def test_different_models_have_different_fingerprints(tmp_path):
     config, weights = files = [tmp_path / "config.json", tmp_path / "model.safetensors"]
     config.write_text("{}")
     weights.write_bytes(b"a" * 100)
@@ -243,7 +244,7 @@ def model(host_rate: float = 28e9, disk_rate: float = 7e9, setup_s: float = 0.0)
     return CostModel(host=cost(host_rate), disk=cost(disk_rate), prefill=Rate(4000.0, 1.0))
 
 
-def test_loading_wins_until_its_set_up_costs_more():
+def test_blocks_are_loaded_unless_the_setup_costs_more_than_computing():
     load, reason = model().prefer_load("host", num_host=256, num_disk=0, num_tokens=4096)
     assert load and "46.8 ms and computing 1.02e+03 ms" in reason
     dear = model(setup_s=0.01)
@@ -255,7 +256,7 @@ def test_loading_wins_until_its_set_up_costs_more():
     assert dear.prefer_load("disk", num_host=8, num_disk=4, num_tokens=64, num_host_before=4)[0]
 
 
-def test_a_policy_decides_and_so_does_ignorance():
+def test_a_policy_overrides_the_estimate_and_unknown_rates_load():
     cost = model(host_rate=1.0)
     assert not cost.prefer_load("host", num_host=1, num_disk=0, num_tokens=4096)[0]
     cost.host.policy = "load"
@@ -294,7 +295,7 @@ def test_rates_are_learned_from_steps():
         (lambda: HostTier(gib=1, policy="never"), "policy must be one of auto, load, recompute"),
         (lambda: HostTier(gib=1, store="never"), "store must be one of eager, lazy"),
         (lambda: DiskTier("", gib=1), "path must be a directory"),
-        (lambda: EngineConfig(model="m", kv_tiers=[DiskTier("p", gib=1)]), "put a HostTier first$"),
+        (lambda: EngineConfig(model="m", kv_tiers=[DiskTier("p", gib=1)]), "add a HostTier first$"),
         (lambda: EngineConfig(model="m", kv_tiers=HostTier(gib=1)), "kv_tiers must be"),
         (lambda: EngineConfig(model="m", kv_tiers=[HostTier(gib=1)] * 2), "kv_tiers must be"),
         (
@@ -303,19 +304,19 @@ def test_rates_are_learned_from_steps():
             ),
             "needs enable_prefix_caching",
         ),
-        (lambda: small_engine([HostTier(gib=1e-9)]), "holds no block of 16384 bytes"),
+        (lambda: small_engine([HostTier(gib=1e-9)]), "too small for a block of 16384 bytes"),
         (
             lambda: small_engine([HostTier(gib=0.01), DiskTier("~no such user/kv", gib=1)]),
-            "path '~no such user/kv' is in no home",
+            "path '~no such user/kv' has no home",
         ),
     ],
 )
-def test_settings_that_cannot_be_obeyed_are_refused(make, message):
+def test_invalid_tier_settings_raise(make, message):
     with pytest.raises(ConfigError, match=message):
         make()
 
 
-def test_a_config_keeps_its_own_tiers():
+def test_a_config_copies_its_list_of_tiers():
     given = [HostTier(gib=1)]
     config = EngineConfig(model="m", kv_tiers=given)
     given.clear()

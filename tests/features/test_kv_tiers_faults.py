@@ -174,11 +174,11 @@ def test_a_damaged_file_is_a_miss_and_is_removed(what, warm, truth, caplog):
     assert stats.cache_hit_tokens == stats.tiers[1].loaded_blocks == 0
     assert len(warnings(caplog)) == 1 and "damaged" in warnings(caplog)[0]
     disk = stats_of(warm, truth).tiers[1]
-    assert disk.loaded_blocks > 0, "good files took the place of the damaged"
+    assert disk.loaded_blocks > 0, "good files replaced the damaged ones"
     assert disk.failed_copies == 0
 
 
-def in_the_way(path: Path, what: str) -> None:
+def make_obstacle(path: Path, what: str) -> None:
     """Creates something that is not a regular file at `path`."""
     if what == "directory":
         path.mkdir()
@@ -199,20 +199,20 @@ MISSES = [*THINGS, "another byte"]
 
 
 @pytest.mark.parametrize("what", THINGS)
-def test_what_is_no_file_is_damage_of_that_one(what, warm, truth, caplog):
+def test_a_path_that_is_not_a_regular_file_counts_as_one_damaged_file(what, warm, truth, caplog):
     """The scan reports it and still finds all other files."""
     others = files(warm)
     (directory,) = warm.iterdir()
-    in_the_way(directory / "!first.kv", what)
+    make_obstacle(directory / "!first.kv", what)
     assert stats_of(warm, truth).tiers[1].cached_blocks == len(others)
-    assert "damaged files, !first.kv the first" in warnings(caplog)[0]
+    assert "damaged files (first: !first.kv)" in warnings(caplog)[0]
     assert os.path.lexists(directory / "!first.kv") == (what == "directory")
     if what == "link":
         assert (directory / "target").read_text() == "mine"
 
 
 @pytest.mark.parametrize("what", MISSES)
-def test_what_is_no_file_or_damaged_is_a_miss_when_it_is_read(what, warm, truth):
+def test_a_file_damaged_after_the_scan_is_a_miss_when_it_is_read(what, warm, truth):
     engine = engine_on(warm)
     (path,) = [p for p in files(warm) if str(PROMPTS[0][8:16]).replace(" ", "") in header(p)]
     if what == "another byte":
@@ -221,7 +221,7 @@ def test_what_is_no_file_or_damaged_is_a_miss_when_it_is_read(what, warm, truth)
         path.write_bytes(data)
     else:
         path.unlink()
-        in_the_way(path, what)
+        make_obstacle(path, what)
     assert outputs(engine) == truth
     failed = engine.stats().tiers[1].failed_copies
     assert failed == 1 or (failed > 1 and what == "directory"), "a directory can't be removed"
@@ -230,11 +230,11 @@ def test_what_is_no_file_or_damaged_is_a_miss_when_it_is_read(what, warm, truth)
 
 
 @pytest.mark.parametrize("what", THINGS)
-def test_nothing_is_written_through_what_lies_in_the_way(what, tmp_path, caplog):
+def test_no_block_is_written_through_an_existing_path(what, tmp_path, caplog):
     host = np.arange(3000, dtype=np.uint8).reshape(3, 1000) % 251
     disk = kv_tiers.DiskFiles(tmp_path, "f", host)
     digest = content(1).prefix.digest.hex()
-    in_the_way(disk.directory / f"0-{digest}.tmp", what)
+    make_obstacle(disk.directory / f"0-{digest}.tmp", what)
     assert carry_out(disk, DiskCopy("write", content(1), 1, 1)) == [False]
     assert not os.path.exists(disk.directory / "nowhere")
     if what == "link":
@@ -246,7 +246,7 @@ def test_nothing_is_written_through_what_lies_in_the_way(what, tmp_path, caplog)
     disk.close()
 
 
-def test_a_header_of_another_group_or_of_endless_length_is_damage(warm, truth, caplog):
+def test_a_header_with_a_wrong_group_or_a_huge_length_is_damage(warm, truth, caplog):
     parents = "".join(map(header, files(warm)))
     leaves = [p for p in files(warm) if f'"parent":"{p.stem.partition("-")[2]}"' not in parents]
     first, second = leaves[:2]
@@ -261,11 +261,11 @@ def test_a_header_of_another_group_or_of_endless_length_is_damage(warm, truth, c
     engine = engine_on(warm)
     assert engine.stats().tiers[1].cached_blocks == 24 - 2
     engine.close()
-    (told,) = warnings(caplog)
-    assert f"damaged files, {second.name} the first" in told
+    (warning,) = warnings(caplog)
+    assert f"damaged files (first: {second.name})" in warning
 
 
-def test_only_this_user_may_look_into_the_directory(tmp_path):
+def test_only_this_user_has_access_to_the_directory(tmp_path):
     old = os.umask(0)
     try:
         engine = engine_on(tmp_path / "below" / "kv")
@@ -280,13 +280,13 @@ def test_only_this_user_may_look_into_the_directory(tmp_path):
 
 
 @pytest.mark.parametrize("below", ["", "kv"])
-def test_a_file_is_no_directory_for_blocks(tmp_path, below):
+def test_a_tier_path_that_is_a_file_raises(tmp_path, below):
     (tmp_path / "f").write_bytes(b"")
     with pytest.raises(ConfigError, match="must be a directory"):
         kv_tiers.DiskFiles(tmp_path / "f" / below, "model", np.zeros((2, 8), np.uint8))
 
 
-def test_the_lock_is_no_link(tmp_path, caplog):
+def test_a_link_in_place_of_the_lock_is_not_followed(tmp_path, caplog):
     (tmp_path / "f").mkdir()
     (tmp_path / "f" / "lock").symlink_to(tmp_path / "made")
     disk = kv_tiers.DiskFiles(tmp_path, "f", np.zeros((2, 8), np.uint8))
@@ -295,7 +295,7 @@ def test_the_lock_is_no_link(tmp_path, caplog):
     disk.close()
 
 
-def test_an_engine_that_was_dropped_gives_the_lock_back(warm, truth, caplog):
+def test_a_dropped_engine_releases_the_lock(warm, truth, caplog):
     first = engine_on(warm)
     assert outputs(first) == truth
     del first
@@ -305,9 +305,7 @@ def test_an_engine_that_was_dropped_gives_the_lock_back(warm, truth, caplog):
 
 
 @pytest.mark.parametrize("where", ["features.kv_tiers.TieredPrefixCache", "build.Scheduler"])
-def test_an_engine_that_failed_while_it_started_gives_the_lock_back(
-    where, warm, caplog, monkeypatch
-):
+def test_an_engine_that_failed_at_start_releases_the_lock(where, warm, caplog, monkeypatch):
     module, _, name = where.rpartition(".")
     module = importlib.import_module(f"nanoengine.{module}")
 
@@ -324,7 +322,7 @@ def test_an_engine_that_failed_while_it_started_gives_the_lock_back(
     second.close()
 
 
-def test_a_file_of_another_name_or_model_is_not_believed(warm, truth):
+def test_a_file_under_another_name_or_model_is_not_used(warm, truth):
     first, second = files(warm)[:2]
     shutil.copy(first, second)  # complete, with a valid checksum, but under another name
     other = warm / "0123456789abcdef"
@@ -349,7 +347,9 @@ class FullDisk:
         return open(path, mode, **options)
 
 
-def test_a_full_disk_takes_no_more_and_still_gives(tmp_path, truth, caplog, monkeypatch):
+def test_a_full_disk_stores_no_more_blocks_and_still_serves_reads(
+    tmp_path, truth, caplog, monkeypatch
+):
     monkeypatch.setattr(kv_tiers, "open", FullDisk(after=10), raising=False)
     stats_of(tmp_path, truth, times=2)
     assert len(warnings(caplog)) == 1 and "No space left" in warnings(caplog)[0]
@@ -357,7 +357,7 @@ def test_a_full_disk_takes_no_more_and_still_gives(tmp_path, truth, caplog, monk
     assert stats_of(tmp_path, truth).tiers[1].hit_blocks > 0
 
 
-def test_a_cap_is_kept_by_evicting_the_oldest(tmp_path, truth):
+def test_the_size_limit_evicts_the_oldest_files(tmp_path, truth):
     stats = stats_of(tmp_path, truth, times=2, disk_mib=0.125)  # 8 blocks
     assert stats.tiers[1].stored_blocks > 8
     assert len(files(tmp_path)) == 8
@@ -371,19 +371,19 @@ def test_a_directory_that_disappears_is_reported_once(warm, truth, caplog):
     assert outputs(engine) == truth
     assert outputs(engine) == truth
     engine.close()
-    told = warnings(caplog)
-    assert len([t for t in told if "lost files" in t]) == 1
-    assert len(told) == len(set(told)) <= 2
+    found = warnings(caplog)
+    assert len([warning for warning in found if "lost files" in warning]) == 1
+    assert len(found) == len(set(found)) <= 2
     assert engine.stats().tiers[1].loaded_blocks == 0
 
 
-def test_a_path_that_cannot_be_made_is_reported_once(tmp_path, truth, caplog, monkeypatch):
+def test_a_directory_that_cannot_be_created_is_reported_once(tmp_path, truth, caplog, monkeypatch):
     def denied(*args, **options):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
     monkeypatch.setattr(kv_tiers.Path, "mkdir", denied)
     assert stats_of(tmp_path / "below", truth).tiers[1].stored_blocks == 0
-    assert any("can't be written" in told for told in warnings(caplog))
+    assert any("can't be written" in warning for warning in warnings(caplog))
 
 
 def test_a_read_only_directory_is_read(warm, truth, caplog, monkeypatch):
@@ -399,8 +399,8 @@ def test_a_read_only_directory_is_read(warm, truth, caplog, monkeypatch):
     disk = stats_of(warm, truth, disk_mib=0.125).tiers[1]
     assert disk.loaded_blocks > 0 and disk.stored_blocks == 0
     assert files(warm) == before
-    told = warnings(caplog)
-    assert len(told) == len(set(told)) and "it is only read" in told[0]
+    found = warnings(caplog)
+    assert len(found) == len(set(found)) and "it is only read" in found[0]
 
 
 def test_two_processes_share_a_directory_and_one_writes(warm, truth, caplog):
@@ -429,7 +429,7 @@ for seed in range(10_000):
 """
 
 
-def test_a_process_killed_while_it_stores_leaves_a_directory_to_start_from(tmp_path, truth):
+def test_a_process_killed_while_it_stores_leaves_a_usable_directory(tmp_path, truth):
     child = subprocess.Popen(
         [sys.executable, "-c", CHILD, checkpoint("qwen3"), str(tmp_path)],
         stdout=subprocess.PIPE,

@@ -1,4 +1,4 @@
-"""New weights in place: afterwards an LLM answers like one loaded from the new checkpoint."""
+"""New weights in a running LLM: it then has the outputs of an LLM of the new checkpoint."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("family", "overrides", "options"), CASES, ids=map(str, CASES))
-def test_as_an_llm_of_the_new_checkpoint(pair, family, overrides, options):
+def test_outputs_equal_an_llm_of_the_new_checkpoint(pair, family, overrides, options):
     old, new = pair(family, **overrides)
     expected = answers_of(new, **SMALL, **options)
     with LLM(old, **SMALL, **options) as llm:
@@ -119,7 +119,7 @@ def test_as_an_llm_of_the_new_checkpoint(pair, family, overrides, options):
 
 @pytest.mark.parametrize("kind", ["float32", "float16", "bfloat16", *QUANTIZATIONS])
 @pytest.mark.parametrize(("first", "count"), [(0, 40), (16, 16), (5, 20), (30, 10), (17, 1)])
-def test_rows_come_in_place_of_rows(kind, first, count):
+def test_new_rows_replace_old_rows_in_place(kind, first, count):
     """Also with old and new rows in one panel of 16 rows, and with a narrower last panel."""
     old, new = torch.randn(2, 40, 64, generator=torch.Generator().manual_seed(first))
     quantization = resolve_quantization(kind, None, device="cpu") if "int" in kind else None
@@ -145,10 +145,10 @@ def test_rows_come_in_place_of_rows(kind, first, count):
     assert (method.weight if quantization is None else method.values).data_ptr() == memory
 
 
-def test_the_screen_of_a_head_is_of_the_new_weights(monkeypatch):
-    monkeypatch.setattr(packed, "SCREENED_BYTES", 0)
+def test_the_argmax_bound_of_a_head_uses_the_new_weights(monkeypatch):
+    monkeypatch.setattr(packed, "MIN_PRUNED_BYTES", 0)
     old, new = torch.randn(2, 64, 64)
-    head = packed.ScreenedHead("lm_head")
+    head = packed.PrunedArgmaxHead("lm_head")
     head.create(old.shape, torch.float32, torch.device("cpu"))
     head.load(old)
     copy = head.values.data_ptr()
@@ -162,7 +162,7 @@ def test_the_screen_of_a_head_is_of_the_new_weights(monkeypatch):
 
 
 @pytest.mark.parametrize("options", [{}, {"overlap": True}, {"num_kv_blocks": 8, "block_size": 8}])
-def test_what_runs_goes_on_under_the_new_weights(pair, options):
+def test_running_requests_continue_with_the_new_weights(pair, options):
     """No token is lost, and the KV cache is recomputed with the new weights."""
     old, new = pair("qwen3")
     engine = make_engine(str(old), **options)
@@ -182,7 +182,7 @@ def test_what_runs_goes_on_under_the_new_weights(pair, options):
     with_new.close()
 
 
-def test_blocks_of_a_host_tier_are_not_read_under_new_weights(pair):
+def test_new_weights_do_not_use_old_blocks_of_a_host_tier(pair):
     old, new = pair("qwen3")
     options = SMALL | {"num_kv_blocks": 9, "block_size": 8, "max_model_len": 64}
     expected = answers_of(new, **options)
@@ -213,7 +213,7 @@ def test_graphs_read_the_new_weights(pair):
 
 
 @pytest.mark.usefixtures("thread_ranks")
-def test_each_rank_takes_its_part(pair):
+def test_each_rank_loads_its_part_of_the_new_weights(pair):
     old, new = pair("qwen3")
     options = {"dtype": "float32", "attention_backend": "cpu", "device": "cpu"}
     fresh = make_engine(str(new), tensor_parallel_size=2, **options)
@@ -234,7 +234,7 @@ def test_each_rank_takes_its_part(pair):
 # --- names and refusals ---------------------------------------------------------------------------
 
 
-def test_names_in_the_memory_of_transformers(pair):
+def test_parameter_names_of_transformers_models_are_accepted(pair):
     """They differ from the names in its files; a tied head appears twice."""
     from transformers import AutoModelForCausalLM
 
@@ -248,7 +248,7 @@ def test_names_in_the_memory_of_transformers(pair):
                 assert answers(llm) == expected
 
 
-def test_a_tied_head_alone_is_the_embedding(pair):
+def test_a_tied_head_without_the_embedding_replaces_it(pair):
     old, new = pair("qwen3", tie_word_embeddings=True)
     embedding = tensors_of(new)["model.embed_tokens.weight"]
     with LLM(old, **SMALL) as llm:
@@ -263,7 +263,7 @@ EMBEDDING = "model.embed_tokens.weight"
 NORM = "model.norm.weight"
 
 
-def test_what_does_not_fit_changes_nothing(pair, tmp_path):
+def test_weights_that_do_not_fit_raise_and_change_nothing(pair, tmp_path):
     old, new = pair("qwen3", tie_word_embeddings=True)
     good = tensors_of(new)
     other, _ = pair("qwen3", rms_norm_eps=1e-3)
@@ -276,19 +276,19 @@ def test_what_does_not_fit_changes_nothing(pair, tmp_path):
                 r"mis-shaped: model.norm.weight \[3\], exp",
             ),
             ({**good, NORM: torch.ones(64, dtype=torch.int8)}, "not floats: model.norm.weight"),
-            ({**good, "lm_head.weight": good[EMBEDDING] + 1}, "differ: give one of them"),
+            ({**good, "lm_head.weight": good[EMBEDDING] + 1}, "differ: pass only one"),
             ([(NORM, good[NORM])] * 2, "twice"),
-            ({**good, NORM: None}, "torch tensors, got model.norm.weight"),
-            ([], "there are none"),
-            (other, "other rms_norm_eps"),
-            (tmp_path, "holds no weights"),
+            ({**good, NORM: None}, "must be tensors, got model.norm.weight"),
+            ([], "there are no tensors"),
+            (other, "different rms_norm_eps"),
+            (tmp_path, "has no weights"),
         ]:
             with pytest.raises(WeightLoadError, match=why):
                 llm.load_weights(weights)
             assert answers(llm) == before, why
 
 
-def test_models_that_take_no_new_weights(pair, tmp_path):
+def test_models_that_do_not_support_new_weights_raise(pair, tmp_path):
     old, _ = pair("llama")
     with (
         LLM(
@@ -305,7 +305,7 @@ def test_models_that_take_no_new_weights(pair, tmp_path):
         llm.load_weights(old)
 
 
-def test_a_gguf_takes_the_place_of_a_gguf_alone(tmp_path):
+def test_only_a_gguf_file_replaces_a_gguf_file(tmp_path):
     """Why: Gemma's norm weights are stored plus 1 in a GGUF file, under the same name."""
     old, new, other = (tmp_path / f"{name}.gguf" for name in ("old", "new", "other"))
     for seed, path in enumerate((old, new)):
@@ -314,10 +314,10 @@ def test_a_gguf_takes_the_place_of_a_gguf_alone(tmp_path):
     expected = answers_of(new, **SMALL)
     folder = old.with_suffix("")
     for model, weights, why in (
-        (folder, new, "all be of GGUF files, or none"),
-        (old, folder, "all be of GGUF files, or none"),
-        (old, tensors_of(folder), "all be of GGUF files, or none"),
-        (old, other, "other rms_norm_eps"),
+        (folder, new, "a GGUF file if this model"),
+        (old, folder, "a GGUF file if this model"),
+        (old, tensors_of(folder), "a GGUF file if this model"),
+        (old, other, "different rms_norm_eps"),
     ):
         with LLM(model, **SMALL) as llm:
             before = answers(llm)
@@ -329,12 +329,12 @@ def test_a_gguf_takes_the_place_of_a_gguf_alone(tmp_path):
         assert answers(llm) == expected
 
 
-def test_a_file_that_breaks_off_ends_the_llm(pair):
+def test_an_incomplete_file_ends_the_llm(pair):
     """Why: part of the model already has the new weights."""
     old, new = pair("qwen3")
     llm = LLM(old, **SMALL)
     with (
-        mock.patch("nanoengine.runner.new_weights.read_tensors", side_effect=torn),
+        mock.patch("nanoengine.runner.new_weights.read_tensors", side_effect=fail_to_read),
         pytest.raises(EngineDeadError, match="only a part of the new weights"),
     ):
         llm.load_weights(new)
@@ -342,11 +342,11 @@ def test_a_file_that_breaks_off_ends_the_llm(pair):
         llm.generate(PROMPTS, GREEDY, use_tqdm=False)
 
 
-def torn(file, parts):
+def fail_to_read(file, parts):
     raise WeightLoadError(f"can't read {file}")
 
 
-def test_digits_that_are_lost_are_told(pair):
+def test_a_loss_of_precision_is_warned_about(pair):
     old, _ = pair("qwen3", dtype=torch.bfloat16)
     tensors = tensors_of(old)
     with LLM(old, dtype="float32", **SMALL) as llm:

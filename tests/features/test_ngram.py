@@ -8,7 +8,12 @@ from hypothesis import strategies as st
 
 from nanoengine.core.sequence import Request, Sequence
 from nanoengine.errors import ConfigError
-from nanoengine.features.ngram import NgramDrafter, NgramIndex, continuation, match_length
+from nanoengine.features.speculative.ngram import (
+    NgramDrafter,
+    NgramIndex,
+    continuation,
+    match_length,
+)
 from nanoengine.settings.config import EngineConfig
 from nanoengine.settings.params import SamplingParams
 from nanoengine.settings.speculative import ModelDrafts, NgramDrafts, parse_speculative
@@ -16,7 +21,7 @@ from nanoengine.settings.speculative import ModelDrafts, NgramDrafts, parse_spec
 FEW_IDS = st.lists(st.integers(0, 3), max_size=40)
 
 
-def searched(token_ids: list[int], shortest: int, longest: int) -> tuple[int, int] | None:
+def search(token_ids: list[int], shortest: int, longest: int) -> tuple[int, int] | None:
     """Returns (n, position) as the index does, by searching all positions."""
     end = len(token_ids)
     for n in range(min(longest, end), shortest - 1, -1):
@@ -28,7 +33,7 @@ def searched(token_ids: list[int], shortest: int, longest: int) -> tuple[int, in
 
 @settings(max_examples=300, deadline=None)
 @given(prompt=FEW_IDS, output=FEW_IDS, shortest=st.integers(1, 3), more=st.integers(0, 3))
-def test_the_index_finds_what_a_search_finds(prompt, output, shortest, more):
+def test_the_index_equals_a_linear_search(prompt, output, shortest, more):
     longest = shortest + more
     before = NgramIndex(shortest, longest)
     before.extend(prompt)
@@ -36,12 +41,12 @@ def test_the_index_finds_what_a_search_finds(prompt, output, shortest, more):
     for end in range(len(output) + 1):
         text = prompt + output[:end]
         index.extend(text)
-        assert index.find() == searched(text, shortest, longest)
+        assert index.find() == search(text, shortest, longest)
 
 
 @settings(max_examples=100, deadline=None)
 @given(text=FEW_IDS.filter(len), place=st.data(), count=st.integers(1, 12))
-def test_a_continuation_repeats_what_lies_behind_its_place(text, place, count):
+def test_a_continuation_repeats_the_text_after_its_position(text, place, count):
     position = place.draw(st.integers(0, len(text) - 1))
     whole = list(text)
     for i in range(count):
@@ -49,7 +54,7 @@ def test_a_continuation_repeats_what_lies_behind_its_place(text, place, count):
     assert continuation(text, position, count) == tuple(whole[len(text) :])
 
 
-def test_a_match_is_followed_back_as_far_as_it_goes_and_no_further_than_needed():
+def test_the_length_of_a_match_is_counted_up_to_the_limit():
     text = [*range(50, 80), 1, *range(50, 80)]
     assert match_length(text, 30, 4) == 16
     assert match_length([5, 1, 2, 3, 6, 1, 2, 3], 4, 2) == 3
@@ -65,10 +70,10 @@ def make_sequences(prompt: list[int], count: int, first_id: int = 0) -> list[Seq
 
 
 def drafts_of(drafter: NgramDrafter, sequences: list[Sequence]) -> list[tuple[int, ...]]:
-    return [guess.tokens for guess in drafter.look(sequences)]
+    return [proposal.tokens for proposal in drafter.find_candidates(sequences)]
 
 
-def test_sequences_of_a_request_share_the_prompt_and_nothing_else():
+def test_sequences_of_a_request_share_only_the_index_of_the_prompt():
     one, other = make_sequences([1, 2, 3, 4, 5, 9, 9], 2)
     drafter = NgramDrafter(NgramDrafts(k=2))
     one.token_ids += [2, 3]
@@ -79,14 +84,14 @@ def test_sequences_of_a_request_share_the_prompt_and_nothing_else():
     one.token_ids += [7, 8]
     assert drafts_of(drafter, [one, other]) == [(), (6, 7)]
     one.finish("stop")
-    drafter.forget_ended()
+    drafter.drop_finished()
     assert drafter.num_tokens == 7 + 5
     other.finish("abort")
-    drafter.forget_ended()
+    drafter.drop_finished()
     assert drafter.num_tokens == 0
 
 
-def test_what_an_index_may_hold_is_bounded_and_room_comes_back():
+def test_the_indices_have_a_limit_and_finished_sequences_free_memory():
     drafter = NgramDrafter(NgramDrafts(), max_tokens=20)
     (first,) = make_sequences([1, 2, 3] * 4, 1)
     (second,) = make_sequences([4, 5, 6] * 4, 1, first_id=1)
@@ -105,7 +110,7 @@ def test_what_an_index_may_hold_is_bounded_and_room_comes_back():
         ("C:/some/model", ModelDrafts(model="C:/some/model")),
     ],
 )
-def test_the_option_is_read(text, drafts):
+def test_the_speculative_option_is_parsed(text, drafts):
     assert parse_speculative(text) == drafts
 
 
@@ -116,11 +121,14 @@ def test_the_option_is_read(text, drafts):
         ("ngram:min=5", r"1 <= min <= max <= 16 must hold, got min=5, max=4"),
         ("ngram:max=17", "got min=2, max=17"),
         ("ngram:k=0", r"k must be in \[1, 32\], got 0"),
-        ("ngram:k=x", "'ngram' takes max, min, k, whole numbers, as in 'ngram:k=4'; got 'k=x'"),
+        (
+            "ngram:k=x",
+            "the options of 'ngram' are max, min, k, integers, as in 'ngram:k=4'; got 'k=x'",
+        ),
         ("ngram:n=3", "got 'n=3'"),
         ("some/model:max=3", "a draft model takes k, .*got 'max=3'"),
     ],
 )
-def test_a_wrong_option_is_refused_by_name(text, message):
+def test_an_invalid_speculative_option_raises_and_is_named(text, message):
     with pytest.raises(ConfigError, match=message):
         EngineConfig(model="m", speculative=text)

@@ -10,7 +10,7 @@ import json
 import pytest
 
 from nanoengine.errors import RequestError
-from nanoengine.features.output_parser import REASONING, OutputParser, answer_form
+from nanoengine.features.output_parser import REASONING, OutputParser, make_parser
 from nanoengine.outputs import CompletionOutput, RequestOutput
 
 OPEN, SHUT, BARE = "<user>Hi<model><think>\n", "<user>Hi<model><think>\n\n</think>\n\n", "<model>"
@@ -77,15 +77,17 @@ def output(*texts: str, prompt: str | None = None, error: str | None = None) -> 
     )  # fmt: skip
 
 
-def form(reasoning=None, calls=None, tools=TOOLS, choice=None, template="") -> OutputParser:
-    found = answer_form(reasoning, calls, tools, choice, lambda: template)
+def make_test_parser(
+    reasoning=None, calls=None, tools=TOOLS, choice=None, template=""
+) -> OutputParser:
+    found = make_parser(reasoning, calls, tools, choice, lambda: template)
     assert found is not None
     return found
 
 
-def test_an_answer_has_three_parts():
-    asked = form("qwen3", "hermes")
-    (one,) = asked.taken_apart(output(f"<think>Hm.</think>Look.{CALL}"), "a").outputs
+def test_a_completion_has_three_parts():
+    parser = make_test_parser("qwen3", "hermes")
+    (one,) = parser.parse(output(f"<think>Hm.</think>Look.{CALL}"), "a").outputs
     assert (one.reasoning_content, one.text, one.parse_error) == ("Hm.", "Look.", None)
     (call,) = one.tool_calls
     assert call["type"] == "function"
@@ -93,52 +95,52 @@ def test_an_answer_has_three_parts():
     assert one.token_ids == [1]
 
 
-def test_gptoss_answers_have_theirs_in_channels():
+def test_gptoss_completions_have_their_parts_in_channels():
     to = "<|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{}"
-    asked = form(calls="openai")
-    assert asked.needs() == {"skip_special_tokens": False}
-    (one,) = asked.taken_apart(output(ANALYSIS + to), "a").outputs
+    parser = make_test_parser(calls="openai")
+    assert parser.required_fields() == {"skip_special_tokens": False}
+    (one,) = parser.parse(output(ANALYSIS + to), "a").outputs
     assert (one.reasoning_content, one.text) == ("Two and two.", "")
     assert one.tool_calls[0]["function"]["name"] == "f"
 
 
-def test_ids_of_calls_are_letters_and_digits_and_come_again():
-    asked = form(calls="hermes")
-    both = asked.taken_apart(output(CALL + CALL, CALL), "a").outputs
+def test_ids_of_tool_calls_are_alphanumeric_and_reproducible():
+    parser = make_test_parser(calls="hermes")
+    both = parser.parse(output(CALL + CALL, CALL), "a").outputs
     ids = [call["id"] for one in both for call in one.tool_calls]
     assert len(set(ids)) == 3
     assert all(len(one) == 9 and one.isalnum() for one in ids)
-    again = asked.taken_apart(output(CALL + CALL, CALL), "a").outputs
+    again = parser.parse(output(CALL + CALL, CALL), "a").outputs
     assert [call["id"] for one in again for call in one.tool_calls] == ids
-    other = asked.taken_apart(output(CALL), "b").outputs[0].tool_calls[0]["id"]
+    other = parser.parse(output(CALL), "b").outputs[0].tool_calls[0]["id"]
     assert other not in ids
 
 
-def test_what_can_not_be_read_stays_text_and_says_so():
+def test_a_call_that_can_not_be_parsed_stays_text_with_an_error():
     text = f'Look.{CALL}<tool_call>{{"name": "f"'
-    (one,) = form("qwen3", "hermes").taken_apart(output(text, prompt=SHUT), "a").outputs
+    (one,) = make_test_parser("qwen3", "hermes").parse(output(text, prompt=SHUT), "a").outputs
     assert (one.text, one.tool_calls, one.reasoning_content) == (text, None, None)
     assert one.parse_error is not None
-    (plain,) = form(calls="hermes").taken_apart(output("Just text."), "a").outputs
+    (plain,) = make_test_parser(calls="hermes").parse(output("Just text."), "a").outputs
     assert (plain.text, plain.tool_calls, plain.parse_error) == ("Just text.", None, None)
 
 
-def test_an_answer_with_an_error_is_left_as_it_is():
+def test_a_completion_with_an_error_is_not_parsed():
     failed = output("", error="no")
-    assert form("deepseek_r1").taken_apart(failed, "a") == failed
+    assert make_test_parser("deepseek_r1").parse(failed, "a") == failed
 
 
-def test_answers_that_a_grammar_binds_are_calls_and_nothing_else():
-    asked = form("qwen3", choice="required")
-    assert asked.is_bound
-    assert asked.needs().keys() == {"structured_outputs"}
+def test_constrained_completions_are_tool_calls_only():
+    parser = make_test_parser("qwen3", choice="required")
+    assert parser.is_constrained
+    assert parser.required_fields().keys() == {"structured_outputs"}
     text = json.dumps([{"name": "f", "parameters": {"a": 1}}] * 2)
-    (one,) = asked.taken_apart(output(text, prompt=OPEN), "a").outputs
+    (one,) = parser.parse(output(text, prompt=OPEN), "a").outputs
     assert (one.text, one.reasoning_content, len(one.tool_calls)) == ("", None, 2)
-    named = form(choice={"type": "function", "function": {"name": "f"}})
-    (one,) = named.taken_apart(output('{"a": 1}'), "a").outputs
+    named = make_test_parser(choice={"type": "function", "function": {"name": "f"}})
+    (one,) = named.parse(output('{"a": 1}'), "a").outputs
     assert one.tool_calls[0]["function"] == {"name": "f", "arguments": '{"a": 1}'}
-    (cut,) = named.taken_apart(output('{"a": '), "a").outputs
+    (cut,) = named.parse(output('{"a": '), "a").outputs
     assert (cut.text, cut.tool_calls) == ('{"a": ', None)
     assert cut.parse_error is not None
 
@@ -160,25 +162,25 @@ TEMPLATES = {
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
-def test_a_template_shows_the_form(template):
+def test_auto_selects_the_parser_by_the_chat_template(template):
     reasoning, calls = TEMPLATES[template]
     for option, name in (("reasoning", reasoning), ("calls", calls)):
         if name is None:
             with pytest.raises(RequestError, match="'auto'"):
-                form(**{option: "auto"}, template=template)
+                make_test_parser(**{option: "auto"}, template=template)
         else:
-            assert getattr(form(**{option: "auto"}, template=template), option) == name
+            assert getattr(make_test_parser(**{option: "auto"}, template=template), option) == name
 
 
-def test_where_nobody_asks_answers_stay_whole():
-    assert answer_form(None, None, None, None, lambda: QWEN3) is None
-    assert answer_form(None, "hermes", None, None, lambda: QWEN3) is None
-    assert answer_form(None, "hermes", TOOLS, "none", lambda: QWEN3) is None
-    assert answer_form(None, None, TOOLS, "auto", lambda: QWEN3) is None
+def test_without_a_requested_parser_completions_are_not_parsed():
+    assert make_parser(None, None, None, None, lambda: QWEN3) is None
+    assert make_parser(None, "hermes", None, None, lambda: QWEN3) is None
+    assert make_parser(None, "hermes", TOOLS, "none", lambda: QWEN3) is None
+    assert make_parser(None, None, TOOLS, "auto", lambda: QWEN3) is None
 
 
 @pytest.mark.parametrize("option", ["reasoning_parser", "tool_call_parser"])
-def test_an_unknown_name_is_refused(option):
+def test_an_unknown_parser_name_raises(option):
     names = {"reasoning_parser": None, "tool_call_parser": None} | {option: "qwen"}
     with pytest.raises(RequestError, match=f"unknown {option} 'qwen'"):
-        answer_form(**names, tools=TOOLS, tool_choice=None, chat_template=str)
+        make_parser(**names, tools=TOOLS, tool_choice=None, chat_template=str)

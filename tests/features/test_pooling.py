@@ -51,8 +51,8 @@ def vectors(outputs):
     return [np.array(one.outputs.embedding, np.float32) for one in outputs]
 
 
-def assert_close(found, wanted, atol=2e-5):
-    for one, other in zip(found, wanted, strict=True):
+def assert_close(found, expected, atol=2e-5):
+    for one, other in zip(found, expected, strict=True):
         np.testing.assert_allclose(one, other, atol=atol, rtol=0)
 
 
@@ -60,19 +60,19 @@ def assert_close(found, wanted, atol=2e-5):
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_moe", "lfm2", "stablelm"])
-def test_a_decoder_without_head_gives_the_hidden_states_of_transformers(tmp_path, family):
+def test_embeddings_equal_hidden_states_of_transformers(tmp_path, family):
     model = make_pooled(tmp_path, "model", family)
     with LLM(tmp_path, **OPTIONS, max_model_len=128) as llm:
         for pooling in ("last", "mean", "cls"):
-            asked = PoolingParams(pooling=pooling, normalize=False)
-            found = llm.embed(PROMPTS, pooling_params=asked, **QUIET)
+            params = PoolingParams(pooling=pooling, normalize=False)
+            found = llm.embed(PROMPTS, pooling_params=params, **QUIET)
             for token_ids, vector in zip(PROMPTS, vectors(found), strict=True):
                 states = hidden_states(model, token_ids)
-                wanted = {"last": states[-1], "mean": states.mean(0), "cls": states[0]}[pooling]
-                cosine = torch.cosine_similarity(torch.from_numpy(vector), wanted, dim=0)
+                expected = {"last": states[-1], "mean": states.mean(0), "cls": states[0]}[pooling]
+                cosine = torch.cosine_similarity(torch.from_numpy(vector), expected, dim=0)
                 assert cosine > 0.99999
-                assert_close([vector], [wanted], atol=1e-4)
-        with pytest.raises(RequestError, match="no language head"):
+                assert_close([vector], [expected], atol=1e-4)
+        with pytest.raises(RequestError, match="no LM head"):
             llm.generate(PROMPTS[:1], **QUIET)
         (vector,) = vectors(llm.embed([[5, 6, 7]], **QUIET))
         assert np.isclose(np.linalg.norm(vector), 1)
@@ -87,41 +87,41 @@ def test_a_decoder_without_head_gives_the_hidden_states_of_transformers(tmp_path
     ],
 )
 @pytest.mark.parametrize("pooling", ["last", "mean", "cls"])
-def test_no_option_changes_a_vector(lm, options, pooling):
+def test_no_option_changes_an_embedding(lm, options, pooling):
     directory, model = lm
     shared = [PROMPTS[2][:48] + tail for tail in ([7], [8, 9], PROMPTS[3], [7])]
-    asked = PoolingParams(pooling=pooling, normalize=False)
+    params = PoolingParams(pooling=pooling, normalize=False)
     with LLM(directory, **{**OPTIONS, **options}, max_model_len=96) as llm:
-        found = llm.embed(PROMPTS + shared, pooling_params=asked, **QUIET)
+        found = llm.embed(PROMPTS + shared, pooling_params=params, **QUIET)
     for token_ids, vector in zip(PROMPTS + shared, vectors(found), strict=True):
         states = hidden_states(model, token_ids)
-        wanted = {"last": states[-1], "mean": states.mean(0), "cls": states[0]}[pooling]
-        assert_close([vector], [wanted], atol=1e-4)
+        expected = {"last": states[-1], "mean": states.mean(0), "cls": states[0]}[pooling]
+        assert_close([vector], [expected], atol=1e-4)
 
 
-def test_a_shared_beginning_is_computed_once_unless_all_of_it_counts(lm):
+def test_a_shared_prefix_is_cached_only_for_last_token_pooling(lm):
     directory, _ = lm
     begins = PROMPTS[2][:48]
     with LLM(directory, **OPTIONS, block_size=16) as llm:
         for pooling, cached in (("last", 48), ("mean", 0), ("cls", 0)):
-            asked = PoolingParams(pooling=pooling)
-            llm.embed([[*begins, 9]], pooling_params=asked, **QUIET)
-            (again,) = llm.embed([[*begins, 7, 8]], pooling_params=asked, **QUIET)
+            params = PoolingParams(pooling=pooling)
+            llm.embed([[*begins, 9]], pooling_params=params, **QUIET)
+            (again,) = llm.embed([[*begins, 7, 8]], pooling_params=params, **QUIET)
             assert again.num_cached_tokens == cached
         assert llm.stats().output_tokens == 0
 
 
-def test_vectors_and_answers_run_side_by_side(lm):
+def test_embeddings_and_completions_run_in_one_batch(lm):
     directory, _ = lm
     greedy = SamplingParams(temperature=0, max_tokens=6)
     scored = SamplingParams(temperature=0, max_tokens=6, prompt_logprobs=1)
     drawn = SamplingParams(temperature=1, max_tokens=6, seed=3, logprobs=1)
     mean, every = PooledParams(pooling="mean"), PooledParams(pooling="all")
-    asked = [greedy, PooledParams(), scored, mean, drawn, every, greedy, every]
-    prompts = [PROMPTS[n % 4] for n in range(len(asked))]
+    params = [greedy, PooledParams(), scored, mean, drawn, every, greedy, every]
+    prompts = [PROMPTS[n % 4] for n in range(len(params))]
     with LLM(directory, **OPTIONS, enable_prefix_caching=False) as llm:
-        alone = [llm.generate([p], one, **QUIET)[0] for p, one in zip(prompts, asked, strict=True)]
-        together = llm.generate(prompts, asked, **QUIET)
+        alone = [llm.generate([p], one, **QUIET)[0] for p, one in zip(prompts, params, strict=True)]
+        together = llm.generate(prompts, params, **QUIET)
     for one, other in zip(alone, together, strict=True):
         assert one.outputs[0].token_ids == other.outputs[0].token_ids
         for mine, its in zip(one.prompt_logprobs or (), other.prompt_logprobs or (), strict=True):
@@ -133,10 +133,10 @@ def test_vectors_and_answers_run_side_by_side(lm):
 
 def test_a_trace_of_pooled_prompts_is_replayed(lm, tmp_path):
     directory, _ = lm
-    asked = [PooledParams(pooling=pooling) for pooling in ("last", "mean", "cls", "last")]
+    params = [PooledParams(pooling=pooling) for pooling in ("last", "mean", "cls", "last")]
     path = str(tmp_path / "run.trace")
     with LLM(directory, **OPTIONS, trace=path) as llm:
-        llm.generate(PROMPTS, asked, **QUIET)
+        llm.generate(PROMPTS, params, **QUIET)
         steps = llm.stats().steps
     ended = []
     replay = read_trace(path).replay()
@@ -144,7 +144,7 @@ def test_a_trace_of_pooled_prompts_is_replayed(lm, tmp_path):
     assert len(ended) == steps
 
 
-def test_dimensions_are_cut_before_the_length(lm):
+def test_embeddings_are_truncated_before_normalization(lm):
     directory, _ = lm
     with LLM(directory, **OPTIONS) as llm:
         (whole,) = vectors(llm.embed([PROMPTS[1]], **QUIET))
@@ -158,7 +158,7 @@ def test_dimensions_are_cut_before_the_length(lm):
         PoolingParams(dimensions=0)
 
 
-def test_a_prompt_may_be_as_long_as_the_model_takes(lm):
+def test_a_pooled_prompt_may_fill_the_context(lm):
     directory, model = lm
     with LLM(directory, **OPTIONS, max_model_len=64) as llm:
         (found,) = llm.embed([PROMPTS[2][:64]], pooling_params=RAW, **QUIET)
@@ -170,7 +170,7 @@ def test_a_prompt_may_be_as_long_as_the_model_takes(lm):
         assert good.error is None
 
 
-def test_what_no_vector_can_be_made_of_fails_alone(lm):
+def test_a_prompt_with_nan_states_fails_alone(lm):
     directory, _ = lm
     with LLM(directory, **OPTIONS) as llm:
         table = llm.engine.executor.model.model.embed_tokens
@@ -190,17 +190,17 @@ def test_what_no_vector_can_be_made_of_fails_alone(lm):
 # --- Sentence Transformers' files -----------------------------------------------------------------
 
 
-def test_modules_json_says_the_pooling(tmp_path):
+def test_modules_json_selects_the_pooling(tmp_path):
     model = make_pooled(tmp_path, "model")
     states = hidden_states(model, PROMPTS[1])
-    for config, wanted in (
+    for config, expected in (
         ({"pooling_mode_mean_tokens": True, "pooling_mode_cls_token": False}, states.mean(0)),
         ({"pooling_mode_lasttoken": True}, states[-1]),
         ({"pooling_mode": "cls"}, states[0]),
     ):
         describe(tmp_path, config)
         with LLM(tmp_path, **OPTIONS) as llm:
-            assert_close(vectors(llm.embed([PROMPTS[1]], **QUIET)), [wanted], atol=1e-4)
+            assert_close(vectors(llm.embed([PROMPTS[1]], **QUIET)), [expected], atol=1e-4)
     describe(tmp_path, {"pooling_mode": "mean"}, ("Transformer", "Pooling", "Normalize"))
     with LLM(tmp_path, **OPTIONS) as llm:
         (vector,) = vectors(llm.embed([PROMPTS[1]], **QUIET))
@@ -208,7 +208,7 @@ def test_modules_json_says_the_pooling(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("config", "kinds", "said"),
+    ("config", "kinds", "error"),
     [
         ({"pooling_mode_max_tokens": True}, ("Transformer", "Pooling"), "pooling_mode_max_tokens"),
         ({"pooling_mode": ["cls", "mean"]}, ("Transformer", "Pooling"), "pooling_mode_cls_token"),
@@ -217,10 +217,10 @@ def test_modules_json_says_the_pooling(tmp_path):
         ({}, ("Transformer", "Dense", "Pooling"), "Dense,"),
     ],
 )
-def test_modules_that_are_not_implemented_are_named(lm, tmp_path, config, kinds, said):
+def test_modules_that_are_not_implemented_are_named(lm, tmp_path, config, kinds, error):
     shutil.copytree(lm[0], tmp_path, dirs_exist_ok=True)
     describe(tmp_path, config, kinds)
-    with LLM(tmp_path, **OPTIONS) as llm, pytest.raises(UnsupportedModelError, match=said):
+    with LLM(tmp_path, **OPTIONS) as llm, pytest.raises(UnsupportedModelError, match=error):
         llm.embed(["a"], **QUIET)
 
 
@@ -233,7 +233,7 @@ def test_a_module_outside_of_the_checkpoint_is_not_read(lm, tmp_path):
         llm.embed(["a"], **QUIET)
 
 
-def test_texts_longer_than_the_checkpoint_says_are_refused_or_cut(lm, tmp_path):
+def test_texts_longer_than_max_seq_length_raise_or_are_truncated(lm, tmp_path):
     shutil.copytree(lm[0], tmp_path, dirs_exist_ok=True)
     describe(tmp_path, {"pooling_mode": "mean"})
     set_keys(tmp_path / "sentence_bert_config.json", max_seq_length=8)
@@ -253,7 +253,7 @@ def test_texts_longer_than_the_checkpoint_says_are_refused_or_cut(lm, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("keys", "said"),
+    ("keys", "error"),
     [
         ({"architectures": ["BertModel"]}, "'BertModel' is an encoder"),
         ({"architectures": ["XLMRobertaForSequenceClassification"]}, "is an encoder"),
@@ -263,10 +263,10 @@ def test_texts_longer_than_the_checkpoint_says_are_refused_or_cut(lm, tmp_path):
         ({"use_bidirectional_attention": True}, "use_bidirectional_attention"),
     ],
 )
-def test_who_sees_what_stands_behind_is_refused_by_name(lm, tmp_path, keys, said):
+def test_encoders_raise_and_are_named(lm, tmp_path, keys, error):
     shutil.copytree(lm[0], tmp_path, dirs_exist_ok=True)
     set_keys(tmp_path / "config.json", **keys)
-    with pytest.raises(UnsupportedModelError, match=said):
+    with pytest.raises(UnsupportedModelError, match=error):
         LLM(tmp_path, **OPTIONS)
 
 
@@ -274,7 +274,7 @@ def test_who_sees_what_stands_behind_is_refused_by_name(lm, tmp_path, keys, said
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma2", "llama"])
-def test_classes_are_those_of_transformers(tmp_path, family):
+def test_class_probabilities_equal_transformers(tmp_path, family):
     model = make_pooled(tmp_path, "classes", family, num_labels=3)
     logits = [model(torch.tensor([ids])).logits[0] for ids in PROMPTS]
     with LLM(tmp_path, **OPTIONS) as llm:
@@ -296,19 +296,19 @@ def test_a_head_of_one_class_scores_pairs(one_class):
     with LLM(directory, **OPTIONS) as llm:
         backend = llm.get_tokenizer()
         ids = [backend(TEXTS[0], text)["input_ids"] for text in TEXTS[1:]]
-        wanted = [model(torch.tensor([one])).logits[0, 0].sigmoid() for one in ids]
+        expected = [model(torch.tensor([one])).logits[0, 0].sigmoid() for one in ids]
         found = llm.score(TEXTS[0], TEXTS[1:], **QUIET)
-        assert_close([one.outputs.score for one in found], wanted)
+        assert_close([one.outputs.score for one in found], expected)
         assert [one.prompt_token_ids for one in found] == ids
         text = f"Q: {TEXTS[0]} D: {{query}} é"
         (filled,) = llm.score(TEXTS[0], "{query} é", template="Q: {query} D: {document}", **QUIET)
         assert filled.prompt_token_ids == llm.tokenizer.encode(text)
         for template in ("{query}", "{document}", "{query}{query}{document}"):
-            with pytest.raises(RequestError, match="template must hold"):
+            with pytest.raises(RequestError, match="template must contain"):
                 llm.score("a", "b", template=template, **QUIET)
 
 
-def test_a_language_model_scores_pairs_by_an_answer(lm):
+def test_a_language_model_scores_pairs_by_the_probability_of_an_answer(lm):
     directory, model = lm
     with LLM(directory, **OPTIONS) as llm:
         encode = llm.tokenizer.encode
@@ -321,23 +321,23 @@ def test_a_language_model_scores_pairs_by_an_answer(lm):
             logits = model(torch.tensor([prompt])).logits[0, -1, ids]
             assert_close([one.outputs.score], [logits.softmax(0)[1]])
         for answers in (["y"], ["y", "The little"]):
-            with pytest.raises(RequestError, match="answers must be two words or more"):
+            with pytest.raises(RequestError, match="answers must be at least two words"):
                 llm.score("a", "b", answers=answers, **QUIET)
 
 
-def test_without_a_head_a_score_is_the_cosine_of_both_vectors(lm):
+def test_without_a_head_a_score_is_the_cosine_of_both_embeddings(lm):
     directory, model = lm
     with LLM(directory, **OPTIONS) as llm:
         states = [hidden_states(model, llm.tokenizer.encode(text))[-1] for text in TEXTS]
         found = llm.score(TEXTS[:2], TEXTS[2:], **QUIET)
-        wanted = [
+        expected = [
             torch.cosine_similarity(a, b, dim=0)
             for a, b in zip(states[:2], states[2:], strict=True)
         ]
-        assert_close([one.outputs.score for one in found], wanted)
+        assert_close([one.outputs.score for one in found], expected)
         with pytest.raises(RequestError, match="got 2 and 3"):
             llm.score(TEXTS[:2], TEXTS[:3], **QUIET)
-        with pytest.raises(UnsupportedModelError, match="no head of classes"):
+        with pytest.raises(UnsupportedModelError, match="no classification head"):
             llm.classify(TEXTS, **QUIET)
 
 
@@ -347,9 +347,9 @@ def test_without_a_head_a_score_is_the_cosine_of_both_vectors(lm):
 close = functools.partial(np.testing.assert_allclose, atol=2e-5, rtol=0)
 
 
-def encode(llm, task, prompts, asked=None):
+def encode(llm, task, prompts, params=None):
     ask = functools.partial(llm._pools.encode, task)
-    found = llm._pool(ask, prompts, pooling_params=asked, use_tqdm=False)
+    found = llm._pool(ask, prompts, pooling_params=params, use_tqdm=False)
     return [one.outputs.data for one in found]
 
 
@@ -359,7 +359,7 @@ def classes(tmp_path_factory):
     return directory, make_pooled(directory, "classes", num_labels=3)
 
 
-def test_each_token_has_its_vector_and_its_classes(classes):
+def test_token_tasks_have_one_result_per_token(classes):
     """Prompts are prefilled in chunks, some of them in one batch."""
     directory, model = classes
     with LLM(directory, **OPTIONS) as llm:
@@ -369,18 +369,18 @@ def test_each_token_has_its_vector_and_its_classes(classes):
         last = encode(llm, "classify", PROMPTS)
         logits = [one.outputs.data for one in llm.reward(PROMPTS, use_tqdm=False)]
         for i, prompt in enumerate(PROMPTS):
-            wanted = hidden_states(model, prompt)
-            close(raw[i], wanted[:, :5], atol=1e-4)
-            close(whole[i], torch.nn.functional.normalize(wanted, dim=-1))
-            close(probs[i], model.score(wanted).softmax(-1))
+            expected = hidden_states(model, prompt)
+            close(raw[i], expected[:, :5], atol=1e-4)
+            close(whole[i], torch.nn.functional.normalize(expected, dim=-1))
+            close(probs[i], model.score(expected).softmax(-1))
             close(last[i], probs[i][-1], atol=1e-6)
-            close(logits[i], model.score(wanted)[-1], atol=1e-4)
+            close(logits[i], model.score(expected)[-1], atol=1e-4)
         for task in ("plugin", None, "score"):
             with pytest.raises(RequestError, match="pooling_task must be one of embed, classify"):
                 encode(llm, task, PROMPTS)
 
 
-def test_layers_behind_the_pooling(tmp_path):
+def test_dense_layers_after_the_pooling_are_applied(tmp_path):
     """Two dense layers, then truncation and normalization; a cosine is computed from the result."""
     model = make_pooled(tmp_path, "model")
     kinds = ("Transformer", "Pooling", "Dense", "Dense", "Normalize")
@@ -399,16 +399,16 @@ def test_layers_behind_the_pooling(tmp_path):
     (tmp_path / "modules.json").write_text(json.dumps(modules))
     with torch.no_grad(), LLM(tmp_path, **OPTIONS) as llm:
         means = [hidden_states(model, prompt).mean(0) for prompt in PROMPTS]
-        wanted = [acts[1](layers[1](acts[0](layers[0](mean)))) for mean in means]
+        expected = [acts[1](layers[1](acts[0](layers[0](mean)))) for mean in means]
         found = llm.embed(PROMPTS, use_tqdm=False)
         close(
             [one.outputs.embedding for one in found],
-            [torch.nn.functional.normalize(one, dim=0) for one in wanted],
+            [torch.nn.functional.normalize(one, dim=0) for one in expected],
         )
         short = llm.embed(PROMPTS, pooling_params=PoolingParams(dimensions=4), use_tqdm=False)
         close(
             [one.outputs.embedding for one in short],
-            [torch.nn.functional.normalize(one[:4], dim=0) for one in wanted],
+            [torch.nn.functional.normalize(one[:4], dim=0) for one in expected],
         )
         with pytest.raises(RequestError, match="dimensions must be at most 12, got 13"):
             llm.embed(PROMPTS, pooling_params=PoolingParams(dimensions=13))
@@ -418,17 +418,17 @@ def test_layers_behind_the_pooling(tmp_path):
         close(score.outputs.score, vectors[0] @ vectors[1])
 
 
-def test_layers_of_another_form_are_refused(tmp_path):
+def test_unsupported_dense_layers_raise(tmp_path):
     make_pooled(tmp_path, "model")
     describe(tmp_path, {"pooling_mode": "mean"}, ("Transformer", "Pooling", "Dense"))
     folder = tmp_path / "2_Dense"
     save_file({"linear.weight": torch.ones(3, 64)}, folder / "model.safetensors")
-    for config, said in (
+    for config, error in (
         ({"activation_function": "torch.nn.GELU"}, "activation 'GELU' is not implemented"),
         ({"module_input_name": "token_embeddings"}, "Dense module of 'token_embeddings'"),
     ):
         (folder / "config.json").write_text(json.dumps(config))
-        with LLM(tmp_path, **OPTIONS) as llm, pytest.raises(UnsupportedModelError, match=said):
+        with LLM(tmp_path, **OPTIONS) as llm, pytest.raises(UnsupportedModelError, match=error):
             llm.embed(["a"], use_tqdm=False)
     save_file({"weight": torch.ones(3, 64)}, folder / "model.safetensors")
     with (
@@ -448,7 +448,7 @@ def test_a_chat_template_joins_a_pair(tmp_path):
         text = f"query: {pair[0]} | document: {pair[1]} | ?"
         assert found.prompt_token_ids == llm.tokenizer.encode(text, add_special_tokens=False)
         plain = "query: {query} | document: {document} | ?"
-        (wanted,) = llm.score(*pair, answers=words, template=plain, use_tqdm=False)
-        close(found.outputs.score, wanted.outputs.score, atol=1e-6)
-        with pytest.raises(RequestError, match="gives a vector for each"):
+        (expected,) = llm.score(*pair, answers=words, template=plain, use_tqdm=False)
+        close(found.outputs.score, expected.outputs.score, atol=1e-6)
+        with pytest.raises(RequestError, match="embeds each text"):
             llm.score(*pair, chat_template=template)

@@ -15,7 +15,7 @@ TEXTS = ["The little girl went home", "a dog", "é 你好", "Once upon a time th
 
 @pytest.mark.parametrize("mode", ["lasttoken", "mean", "cls"])
 @pytest.mark.parametrize("normalized", [True, False])
-def test_a_folder_of_theirs_gives_their_vectors(tmp_path, mode, normalized):
+def test_embeddings_equal_sentence_transformers(tmp_path, mode, normalized):
     peer = pytest.importorskip("sentence_transformers")
     modules = pytest.importorskip("sentence_transformers.models")
     make_pooled(tmp_path / "base", "model")
@@ -25,20 +25,20 @@ def test_a_folder_of_theirs_gives_their_vectors(tmp_path, mode, normalized):
     model = peer.SentenceTransformer(modules=layers, device="cpu")
     model.tokenizer.pad_token = "</s>"
     model.save(str(tmp_path / "whole"))
-    wanted = model.encode(TEXTS)
+    expected = model.encode(TEXTS)
     cut = PoolingParams(truncate_prompt_tokens=-1)
     with LLM(tmp_path / "whole", num_kv_blocks=64) as llm:
         found = llm.embed(TEXTS, pooling_params=cut, use_tqdm=False)
     assert len(found[3].prompt_token_ids) == 48
-    np.testing.assert_allclose([one.outputs.embedding for one in found], wanted, atol=2e-5)
+    np.testing.assert_allclose([one.outputs.embedding for one in found], expected, atol=2e-5)
 
 
-def test_a_cross_encoder_gives_their_scores(tmp_path):
+def test_scores_equal_a_cross_encoder_of_sentence_transformers(tmp_path):
     peer = pytest.importorskip("sentence_transformers")
     make_pooled(tmp_path, "classes", num_labels=1)
     model = peer.CrossEncoder(str(tmp_path), device="cpu")
     model.tokenizer.pad_token = "</s>"
-    wanted = model.predict([(TEXTS[0], text) for text in TEXTS[1:]], batch_size=1)
+    expected = model.predict([(TEXTS[0], text) for text in TEXTS[1:]], batch_size=1)
     with LLM(tmp_path, num_kv_blocks=64) as llm:
         found = llm.score(TEXTS[0], TEXTS[1:], use_tqdm=False)
-    np.testing.assert_allclose([one.outputs.score for one in found], wanted, atol=1e-5)
+    np.testing.assert_allclose([one.outputs.score for one in found], expected, atol=1e-5)

@@ -1,4 +1,4 @@
-"""A caller's logits processors: inputs, errors, and equal outputs with every feature."""
+"""User-defined logits processors: inputs, errors, and equal outputs with every feature."""
 
 from __future__ import annotations
 
@@ -51,13 +51,14 @@ def test_a_function_of_prompt_and_output_forces_tokens(options: dict[str, Any]) 
 
 
 @every_setting
-def test_what_a_function_sees_forks_with_a_sequence(options: dict[str, Any]) -> None:
+def test_the_token_ids_of_a_function_fork_with_a_sequence(options: dict[str, Any]) -> None:
     params = SamplingParams(
         n=3, max_tokens=NUM_TOKENS, ignore_eos=True, seed=5, logits_processors=[either]
     )
     found = tokens(run(make_engine(checkpoint("qwen3"), **options), PROMPTS, params))
     for prompt, outputs in zip(PROMPTS, found, strict=True):
-        assert len({tuple(output) for output in outputs}) > 1, "nothing was drawn"
+        assert len({tuple(output) for output in outputs}) > 1, "the sequences of a request are"
+        " equal"
         for output in outputs:
             for i, token_id in enumerate(output):
                 first = forced_token(prompt, output[:i])
@@ -66,7 +67,7 @@ def test_what_a_function_sees_forks_with_a_sequence(options: dict[str, Any]) -> 
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_what_raises_behind_a_right_draft_ends_the_row_where_it_would_without(
+def test_an_exception_after_an_accepted_draft_ends_the_request_at_the_same_token(
     overlap: bool,
 ) -> None:
     def gives_up(output: list[int], logits: torch.Tensor) -> torch.Tensor:
@@ -87,7 +88,7 @@ def test_what_raises_behind_a_right_draft_ends_the_row_where_it_would_without(
     assert tokens([request]) == [[text[:3]]]
 
 
-def test_a_fork_between_steps_goes_on_from_the_chosen_token() -> None:
+def test_a_fork_between_steps_continues_from_its_next_token() -> None:
     engine = make_engine(checkpoint("qwen3"), logits_processors=[force])
     request = engine.add_request("a", PROMPTS[1], greedy(6))
     for _ in range(3):
@@ -102,7 +103,7 @@ def test_a_fork_between_steps_goes_on_from_the_chosen_token() -> None:
     assert second == expected
 
 
-def test_processors_run_in_their_order_the_callers_after_the_standard_ones() -> None:
+def test_user_processors_run_in_order_after_the_standard_ones() -> None:
     seen: list[tuple[str, float]] = []
 
     def add(name: str) -> Any:
@@ -119,24 +120,24 @@ def test_processors_run_in_their_order_the_callers_after_the_standard_ones() -> 
     ((found,),) = tokens(run(of_all, PROMPTS[:1], params))
     assert [name for name, _ in seen] == ["a", "b", "c"]
     first = seen[0][1]
-    assert first > 25, "the bias was there"
+    assert first > 25, "the logit bias was applied first"
     assert [value for _, value in seen] == pytest.approx([first, first + 1, first + 2])
     assert found == [9]
 
 
-class Stage:
-    """Edits rows whose prompt starts with `marked`. For these rows, it raises at the place `where`,
-    or with "state" sets the error of their state."""
+class FailingProcessor:
+    """Edits sequences whose prompt starts with `marked`. For these, it raises in the method
+    `where`, or with "state" sets the error of their state."""
 
     def __init__(self, where: str, marked: int) -> None:
         self.where, self.marked = where, marked
         self.one_by_one = where == "apply"
 
-    def admit(self, sequence: Any) -> Stage.State | None:
+    def admit(self, sequence: Any) -> FailingProcessor.State | None:
         if sequence.token_ids[0] != self.marked:
-            return Stage.State("nowhere")
-        self.reach("admit", len(sequence.token_ids) - sequence.num_prompt_tokens >= 0)
-        return Stage.State(self.where)
+            return FailingProcessor.State("nowhere")
+        self.raise_at("admit", len(sequence.token_ids) - sequence.num_prompt_tokens >= 0)
+        return FailingProcessor.State(self.where)
 
     def apply(self, logits: torch.Tensor, lines: Any, states: Any) -> None:
         for line, state in zip(lines, states, strict=True):
@@ -144,9 +145,9 @@ class Stage:
             if state.where in ("apply", "state") and state.count == 2:
                 logits[line] = 7.0
                 state.error = ValueError("not that one")
-                self.reach("apply", True)
+                self.raise_at("apply", True)
 
-    def reach(self, where: str, now: bool) -> None:
+    def raise_at(self, where: str, now: bool) -> None:
         if where == self.where and now:
             raise ValueError("not that one")
 
@@ -161,21 +162,21 @@ class Stage:
             if self.where == "accept" and self.count == 2:
                 raise ValueError("not that one")
 
-        def fork(self) -> Stage.State:
+        def fork(self) -> FailingProcessor.State:
             if self.where == "fork":
                 raise ValueError("not that one")
-            return Stage.State(self.where, self.count)
+            return FailingProcessor.State(self.where, self.count)
 
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("where", ["admit", "accept", "apply", "state", "fork"])
-def test_an_exception_ends_its_row_and_no_other(where: str, overlap: bool) -> None:
+def test_an_exception_ends_only_the_request_that_raised_it(where: str, overlap: bool) -> None:
     params = [replace(greedy(8), temperature=0.7, n=2 if where == "fork" else 1, seed=3)] * 6
     expected = tokens(run(make_engine(checkpoint("qwen3")), PROMPTS, params))
     marked = PROMPTS[2][0]
     assert [prompt[0] for prompt in PROMPTS].count(marked) == 1
     engine = make_engine(
-        checkpoint("qwen3"), overlap=overlap, logits_processors=[Stage(where, marked)]
+        checkpoint("qwen3"), overlap=overlap, logits_processors=[FailingProcessor(where, marked)]
     )
     requests = [engine.add_request(str(i), p, params[0]) for i, p in enumerate(PROMPTS)]
     finish(engine)
@@ -189,7 +190,7 @@ def test_an_exception_ends_its_row_and_no_other(where: str, overlap: bool) -> No
     assert tokens(others) == expected[:2] + expected[3:]
     assert not any(r.error for r in others)
     again = run(engine, PROMPTS[:2], params[:2])
-    assert tokens(again) == expected[:2], "the engine goes on"
+    assert tokens(again) == expected[:2], "the engine continues"
 
 
 def run_to_errors(prompts: Any, params: SamplingParams, **options: Any) -> list[str | None]:
@@ -223,12 +224,14 @@ def cut(output: list[int], logits: torch.Tensor) -> torch.Tensor:
         ([lambda output, x: x.numpy()], "got a value of type ndarray: return a torch.Tensor"),
     ],
 )
-def test_a_function_that_raises_or_returns_no_logits_is_named(processors: Any, shown: str) -> None:
+def test_the_error_names_a_function_that_raises_or_returns_no_logits(
+    processors: Any, shown: str
+) -> None:
     (error,) = run_to_errors(PROMPTS[:1], replace(greedy(2), logits_processors=processors))
     assert shown in str(error) and len(str(error)) < 1200
 
 
-def test_a_function_is_called_once_per_row_and_step_and_its_exception_is_never_lost() -> None:
+def test_a_function_is_called_once_per_sequence_and_step_and_its_exception_is_reported() -> None:
     calls: list[int] = []
 
     def fails_at_its_third_call(output: list[int], logits: torch.Tensor) -> torch.Tensor:
@@ -246,31 +249,35 @@ def test_a_function_is_called_once_per_row_and_step_and_its_exception_is_never_l
     assert tokens(requests)[3:] == tokens(run(engine, PROMPTS[3:4], greedy(4)))
 
 
-def test_an_exception_of_a_stage_ends_the_rows_that_it_was_called_for() -> None:
-    class FailsOnce(Stage):
+def test_an_exception_of_a_batch_processor_ends_the_requests_of_that_call() -> None:
+    class FailsOnce(FailingProcessor):
         calls = 0
 
-        def admit(self, sequence: Any) -> Stage.State | None:
-            return None if sequence.token_ids[0] == PROMPTS[1][0] else Stage.State("nowhere")
+        def admit(self, sequence: Any) -> FailingProcessor.State | None:
+            return (
+                None
+                if sequence.token_ids[0] == PROMPTS[1][0]
+                else FailingProcessor.State("nowhere")
+            )
 
         def apply(self, logits: torch.Tensor, lines: Any, states: Any) -> None:
             self.calls += 1
-            self.reach("apply", self.calls == 2)
+            self.raise_at("apply", self.calls == 2)
 
     stage = FailsOnce("apply", -1)
     stage.one_by_one = False
     errors = run_to_errors(PROMPTS[:3], greedy(4), logits_processors=[stage])
     why = "logits processor FailsOnce raised ValueError: not that one"
     assert errors == [why, None, why]
-    assert stage.calls == 2, "not once more to find whose it is"
+    assert stage.calls == 2, "the batch was processed again to find the failing sequence"
 
 
-def test_what_is_no_processor_is_refused_by_name() -> None:
+def test_invalid_processors_raise_and_are_named() -> None:
     for given in ("package.module:Class", 3):
         with pytest.raises(ConfigError, match=r"logits_processors\[0\] must be a function or"):
             EngineConfig(model="m", logits_processors=[given])
-    with pytest.raises(ConfigError, match="must be functions or objects, got the <class"):
-        make_engine(checkpoint("qwen3"), logits_processors=[Stage])
+    with pytest.raises(ConfigError, match="must be functions or instances, got <class"):
+        make_engine(checkpoint("qwen3"), logits_processors=[FailingProcessor])
     with pytest.raises(RequestError, match=r"logits_processors\[0\] must be a function, got 'f'"):
         SamplingParams(logits_processors=["f"])
     with pytest.raises(ConfigError, match=r"lambda.*can't be sent to a rank"):
@@ -279,7 +286,7 @@ def test_what_is_no_processor_is_refused_by_name() -> None:
         )
 
 
-def test_a_beam_search_refuses_what_it_would_not_obey() -> None:
+def test_a_beam_search_raises_if_the_llm_has_processors() -> None:
     directory = checkpoint("qwen3")
     with (
         LLM(directory, skip_tokenizer_init=True, kv_cache_gib=0.01, logits_processors=[force])

@@ -70,7 +70,7 @@ PARAMS = {
     ],
     ids=["large", "small-pool-overlap", "chunks"],
 )  # fmt: skip
-def test_drafts_from_the_text_never_show(params, options):
+def test_ngram_drafts_never_change_the_output(params, options):
     plain, requests, stats = both(params, **options)
     assert tokens(requests) == tokens(plain)
     if params.max_tokens > 2:
@@ -80,7 +80,7 @@ def test_drafts_from_the_text_never_show(params, options):
         assert stats.preemptions > 0
 
 
-def test_log_probabilities_and_prompt_scores_are_the_same():
+def test_drafts_do_not_change_logprobs_and_prompt_logprobs():
     params = dataclasses.replace(greedy(NUM_TOKENS), logprobs=3, prompt_logprobs=1)
     plain, requests, stats = both(params)
     assert stats.accepted_tokens > 0
@@ -94,7 +94,7 @@ def test_log_probabilities_and_prompt_scores_are_the_same():
         assert len(one.prompt_logprobs) == len(other.prompt_logprobs)
 
 
-def test_a_second_run_reads_what_the_first_has_cached(tmp_path: Path):
+def test_a_second_run_with_drafts_hits_the_cache_of_the_first(tmp_path: Path):
     tiers = [HostTier(gib=0.001, policy="load"), DiskTier(tmp_path, gib=0.01, policy="load")]
     expected = tokens(run(make_engine(checkpoint("qwen3")), prompts(), greedy(NUM_TOKENS)))
     engine = drafting_engine(block_size=8, num_kv_blocks=20, kv_tiers=tiers)
@@ -105,7 +105,7 @@ def test_a_second_run_reads_what_the_first_has_cached(tmp_path: Path):
     engine.close()
 
 
-def test_a_stop_string_amid_right_drafts_ends_the_text_there(tmp_path: Path):
+def test_a_stop_string_inside_accepted_drafts_ends_the_text_there(tmp_path: Path):
     prompt = "the cat sat. the cat sat. the cat sat. the cat"
     options = {"model": demo_model(), "max_model_len": 256}
     free = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
@@ -132,7 +132,7 @@ def demo_model() -> str:
     return str(demo_model_path())
 
 
-def test_beams_are_left_alone():
+def test_beam_searches_do_not_use_drafts():
     params = BeamSearchParams(beam_width=3, max_tokens=8)
     found = []
     for engine in (make_engine(checkpoint("qwen3")), drafting_engine()):
@@ -158,13 +158,13 @@ def test_forks_between_steps_and_aborts(tmp_path: Path):
     engine.abort("b")
     finish(engine)
     assert [seq.output_token_ids for seq in request.sequences] == [expected, expected]
-    assert engine.proposer.drafter.other.num_tokens == 0, (
+    assert engine.proposer.drafter.fallback.num_tokens == 0, (
         "nothing is kept of requests that have ended"
     )
-    assert not engine.proposer._tracked
+    assert not engine.proposer._histories
 
 
-def test_measured_decisions_change_no_token():
+def test_timing_dependent_drafting_changes_no_token():
     """Whether drafts are made depends on measured times; the tokens do not."""
     engine = make_engine(checkpoint("qwen3"), speculative="ngram")
     expected = tokens(run(make_engine(checkpoint("qwen3")), prompts(), greedy(NUM_TOKENS)))

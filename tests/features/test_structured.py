@@ -42,7 +42,7 @@ from tests.support.grammars import (
     VOCAB_SIZE,
     AnyText,
     Rows,
-    make_stage,
+    make_grammar_processor,
     text_checkpoint,
     text_tokenizer,
 )
@@ -66,7 +66,7 @@ def needs(library: str) -> None:
         ({"json": {"enum": [{1}]}}, "json must be a JSON schema"),
         ({"json": {"a": float("nan")}}, "json must be a JSON schema"),
         ({"json": {"a": "\ud800"}}, "json must be a JSON schema"),
-        ({"choice": []}, "choice must hold at least one string"),
+        ({"choice": []}, "choice must contain at least one string"),
         ({"choice": [3]}, r"choice\[0\] must be a string"),
         ({"regex": "a", "whitespace": True}, "whitespace is for json and json_object, got regex"),
         ({"jsn": {}}, "did you mean 'json'"),
@@ -76,14 +76,16 @@ def needs(library: str) -> None:
         ({"grammar": "start: a\n" * 4096}, "grammar must have at most 32,768 characters"),
     ],
 )
-def test_a_form_is_checked_when_it_is_built(fields: dict[str, Any], message: str) -> None:
+def test_structured_outputs_are_validated_when_created(
+    fields: dict[str, Any], message: str
+) -> None:
     with pytest.raises(RequestError, match=message):
         StructuredOutputs(**fields)
     with pytest.raises(RequestError, match=message):
         SamplingParams(structured_outputs=fields)
 
 
-def test_equal_forms_are_equal_and_goals_that_contradict_are_refused() -> None:
+def test_structured_outputs_compare_by_value_and_contradictions_raise() -> None:
     one = StructuredOutputs(json={"type": "integer"})
     assert one == StructuredOutputs(json='{ "type":"integer"}')
     assert hash(one) == hash(StructuredOutputs(json='{"type": "integer"}'))
@@ -106,7 +108,7 @@ def test_equal_forms_are_equal_and_goals_that_contradict_are_refused() -> None:
         ),
     ],
 )
-def test_a_response_format_of_a_body_is_a_form(response_format: Any, expected: Any) -> None:
+def test_a_response_format_becomes_structured_outputs(response_format: Any, expected: Any) -> None:
     body = {"messages": [{"role": "user", "content": "x"}], "response_format": response_format}
     row = {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": body}
     line = Line(0, Input(name="x", form="jsonl"), 1, row)
@@ -117,7 +119,7 @@ def test_a_response_format_of_a_body_is_a_form(response_format: Any, expected: A
     assert RowReader(RowOptions()).task(simple).params.structured_outputs is None
 
 
-def test_a_missing_library_names_the_extra_and_tables_are_not_built_without_need(
+def test_a_missing_library_is_reported_with_its_extra_and_only_when_needed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "llguidance", None)
@@ -138,7 +140,7 @@ def test_a_missing_library_names_the_extra_and_tables_are_not_built_without_need
     run(engine, [[5]], replace(params, structured_outputs=None))
 
 
-def test_without_tokenizer_or_eos_there_is_no_structured_output() -> None:
+def test_structured_outputs_without_a_tokenizer_raise() -> None:
     params = SamplingParams(structured_outputs={"choice": ["a"]})
     engine = make_engine(text_checkpoint(), skip_tokenizer_init=True)
     with pytest.raises(RequestError, match="skip_tokenizer_init"):
@@ -152,10 +154,10 @@ class Slow(AnyText):
         super().__init__()
         self.has_begun, self.may_end, self.has_ended = (threading.Event() for _ in range(3))
 
-    def compile(self, asked: StructuredOutputs) -> AnyText:
-        if "slow" in (asked.regex or ""):
+    def compile(self, spec: StructuredOutputs) -> AnyText:
+        if "slow" in (spec.regex or ""):
             self.has_begun.set()
-            assert self.may_end.wait(10), "nobody goes on while this compiles"
+            assert self.may_end.wait(10), "other sequences do not run while this compiles"
         self.has_ended.set()
         return self
 
@@ -165,7 +167,7 @@ def form(text: str) -> SamplingParams:
 
 
 @pytest.mark.parametrize("is_first", [False, True])
-def test_rows_go_on_while_a_grammar_compiles(
+def test_other_sequences_continue_while_a_grammar_compiles(
     is_first: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     library, steps = Slow(), []
@@ -179,7 +181,7 @@ def test_rows_go_on_while_a_grammar_compiles(
     prompts = [Row([5], sampling_params=SamplingParams(max_tokens=20)), Row([6])]
     if is_first:  # a stream also continues while nothing runs yet
         prompts.reverse()
-        threading.Timer(5 * structured.SOON_S, library.may_end.set).start()
+        threading.Timer(5 * structured.QUICK_WAIT_S, library.may_end.set).start()
     with LLM(text_checkpoint(), kv_cache_gib=0.01) as llm:
         llm.engine.observers.append(SimpleNamespace(on_step=on_step))
         outputs = list(llm.stream(iter(prompts), form("slow")))
@@ -187,30 +189,30 @@ def test_rows_go_on_while_a_grammar_compiles(
     assert len(steps) >= 20
 
 
-def test_what_takes_too_long_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compilation_that_takes_too_long_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     library = Slow()
-    stage = structured.Structured(lambda: library, VOCAB_SIZE, (EOS,))
+    processor = structured.Structured(lambda: library, VOCAB_SIZE, (EOS,))
     monkeypatch.setattr(structured, "COMPILE_S", 0.02)
     for _ in range(2):  # the second call fails immediately
         with pytest.raises(RequestError, match=r"takes longer than 0\.02 s"):
-            stage.check(form("slow"))
-    assert stage.is_ready(form("slow")), "there is nothing to wait for"
-    stage.check(form("quick"))
+            processor.check(form("slow"))
+    assert processor.is_ready(form("slow")), "there is nothing to wait for"
+    processor.check(form("quick"))
     library.may_end.set()
-    for one in stage._compiled.values():
+    for one in processor._jobs.values():
         one.wait(10)
-    stage.check(form("slow"))
+    processor.check(form("slow"))
 
 
-def test_ctrl_c_is_heard_while_a_grammar_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Deaf(Slow):
-        def compile(self, asked: StructuredOutputs) -> AnyText:
+def test_ctrl_c_interrupts_the_wait_for_a_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
+    class NativeCode(Slow):
+        def compile(self, spec: StructuredOutputs) -> AnyText:
             # Why: the main thread can't handle signals while it runs a library's native code.
             assert threading.current_thread() is not threading.main_thread()
             return super().compile(form("slow").structured_outputs)
 
-    library = Deaf()
-    stage = structured.Structured(lambda: library, VOCAB_SIZE, (EOS,))
+    library = NativeCode()
+    processor = structured.Structured(lambda: library, VOCAB_SIZE, (EOS,))
 
     def interrupt() -> None:
         library.has_begun.wait()
@@ -218,29 +220,29 @@ def test_ctrl_c_is_heard_while_a_grammar_compiles(monkeypatch: pytest.MonkeyPatc
 
     threading.Thread(target=interrupt).start()
     with pytest.raises(KeyboardInterrupt):
-        stage.check(form("a"))
+        processor.check(form("a"))
     assert not library.has_ended.is_set()
     library.may_end.set()
-    stage.check(form("a"))
+    processor.check(form("a"))
 
 
-def test_ctrl_c_is_heard_though_it_comes_before_the_wait_begins(
+def test_ctrl_c_just_before_the_wait_is_handled(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The signal did not wake the waiting thread, so it polls."""
-    library, heard = Slow(), []
-    stage = structured.Structured(lambda: library, VOCAB_SIZE, (EOS,))
+    library, waits = Slow(), []
+    processor = structured.Structured(lambda: library, VOCAB_SIZE, (EOS,))
 
-    def wait(compiled: structured.Compiled, seconds: float) -> None:
-        heard.append(seconds)
-        if len(heard) == 3:
+    def wait(compiled: structured.CompileJob, seconds: float) -> None:
+        waits.append(seconds)
+        if len(waits) == 3:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(structured.Compiled, "wait", wait)
+    monkeypatch.setattr(structured.CompileJob, "wait", wait)
     with pytest.raises(KeyboardInterrupt):
-        stage.check(form("slow"))
+        processor.check(form("slow"))
     library.may_end.set()
-    assert max(heard) <= structured.LOOK_S
+    assert max(waits) <= structured.POLL_S
 
 
 # --- complete texts are valid ---------------------------------------------------------------------
@@ -365,12 +367,12 @@ def test_a_tokenizer_may_have_tokens_that_the_model_has_no_logits_for() -> None:
     needs("llguidance")
     tokenizer = copy.deepcopy(text_tokenizer())
     tokenizer.add_tokens(["<pad>", "yes"])
-    stage = make_stage(Tokenizer(tokenizer))
+    processor = make_grammar_processor(Tokenizer(tokenizer))
     params = SamplingParams(structured_outputs={"choice": ["yes"]})
-    stage.check(params)
-    grammar = stage.admit(AdmittedSequence(0, 0, [EOS + 1], 1, 0, params, seed=0))
+    processor.check(params)
+    grammar = processor.admit(AdmittedSequence(0, 0, [EOS + 1], 1, 0, params, seed=0))
     assert grammar is not None
-    (mask,) = stage.masks([grammar])
+    (mask,) = processor.masks([grammar])
     may_come = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
     assert {text_tokenizer().decode([i]) for i in may_come} == {"y"}
     assert all(token_id < VOCAB_SIZE for token_id in grammar.forced_tokens())
@@ -406,7 +408,7 @@ FORMS = {
 
 @pytest.mark.extra
 @pytest.mark.parametrize("form", FORMS)
-def test_each_form_ends_as_it_says_also_when_a_row_comes_back(form: str) -> None:
+def test_each_kind_of_grammar_ends_validly_also_after_preemptions(form: str) -> None:
     needs("llguidance")
     fields, pattern = FORMS[form]
     params = [
@@ -432,15 +434,15 @@ def test_each_form_ends_as_it_says_also_when_a_row_comes_back(form: str) -> None
 
 def fits(schema: dict[str, Any], text: str, whitespace: bool = False) -> bool:
     """Whether a text is complete and every token is allowed by the masks."""
-    stage = make_stage()
-    asked = StructuredOutputs(json=schema, whitespace=whitespace)
-    grammar = stage._compile(asked).fork()
+    processor = make_grammar_processor()
+    spec = StructuredOutputs(json=schema, whitespace=whitespace)
+    grammar = processor._compile(spec).fork()
     for token_id in Tokenizer(text_tokenizer()).encode(text, add_special_tokens=False):
-        (mask,) = stage.masks([grammar])
+        (mask,) = processor.masks([grammar])
         if not mask[token_id // 32] >> token_id % 32 & 1:
             return False
         grammar.accept(token_id)
-    (mask,) = stage.masks([grammar])
+    (mask,) = processor.masks([grammar])
     return bool(mask[EOS // 32] >> EOS % 32 & 1)
 
 
@@ -463,7 +465,7 @@ def fits(schema: dict[str, Any], text: str, whitespace: bool = False) -> bool:
         ({"type": "array"}, "[\n\n\n1]", False),
     ],
 )
-def test_numbers_and_blanks_have_bounds_and_strings_have_none(
+def test_numbers_and_whitespace_are_limited_and_strings_are_not(
     schema: dict[str, Any], text: str, expected: bool
 ) -> None:
     needs("llguidance")
@@ -526,13 +528,13 @@ UNIONS: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
 
 @pytest.mark.extra
 @pytest.mark.parametrize("name", UNIONS)
-def test_alternatives_that_a_constant_tells_apart_are_compiled(name: str) -> None:
+def test_one_of_alternatives_with_different_constants_compile(name: str) -> None:
     needs("llguidance")
     schema, right, wrong = UNIONS[name]
     before = copy.deepcopy(schema)
     assert [fits(schema, text) for text in right] == [True] * len(right)
     assert [fits(schema, text) for text in wrong] == [False] * len(wrong)
-    assert schema == before, "a caller's schema stays as it is"
+    assert schema == before, "the caller's schema was modified"
 
 
 @pytest.mark.extra
@@ -546,12 +548,12 @@ def test_alternatives_that_a_constant_tells_apart_are_compiled(name: str) -> Non
         [{"type": "object"}, {"type": "object", "properties": {"a": {"type": "integer"}}}],
     ],
 )
-def test_alternatives_that_are_not_told_apart_are_refused_in_words_of_json_schema(
+def test_ambiguous_one_of_alternatives_raise_in_terms_of_json_schema(
     alternatives: list[dict[str, Any]],
 ) -> None:
     needs("llguidance")
     with pytest.raises(RequestError, match="alternatives of a oneOf must exclude") as caught:
-        make_stage()._compile(StructuredOutputs(json={"oneOf": alternatives}))
+        make_grammar_processor()._compile(StructuredOutputs(json={"oneOf": alternatives}))
     assert "coerce" not in str(caught.value)
 
 
@@ -574,20 +576,20 @@ GBNF = {
 
 @pytest.mark.extra
 @pytest.mark.parametrize("text", GBNF)
-def test_gbnf_takes_the_texts_of_its_rules(text: str) -> None:
+def test_gbnf_accepts_the_texts_of_its_rules(text: str) -> None:
     needs("llguidance")
     for expected in GBNF[text]:
-        stage = make_stage()
+        processor = make_grammar_processor()
         params = SamplingParams(structured_outputs={"grammar": text})
-        stage.check(params)
+        processor.check(params)
         ids = text_tokenizer().encode(expected)
-        row = stage.admit(AdmittedSequence(0, 0, [EOS + 1, *ids], 1, 0, params, seed=0))
-        (mask,) = stage.masks([row])
+        row = processor.admit(AdmittedSequence(0, 0, [EOS + 1, *ids], 1, 0, params, seed=0))
+        (mask,) = processor.masks([row])
         assert mask[EOS // 32] >> EOS % 32 & 1, "the text may end here"
 
 
 @pytest.mark.extra
-def test_what_cant_be_compiled_is_an_error_of_its_prompt_alone() -> None:
+def test_an_invalid_grammar_is_an_error_of_its_prompt_only() -> None:
     needs("llguidance")
     bad = SamplingParams(max_tokens=3, structured_outputs={"json": {"uniqueItems": True}})
     good = SamplingParams(max_tokens=9, structured_outputs={"choice": ["the"]})
@@ -618,30 +620,33 @@ def chain(rule: str, num_rules: int) -> str:
         ({"json": {"$ref": "#/$defs/a"}}, "a"),
         ({"regex": "(("}, "parse|Regex"),
         ({"grammar": "start: x"}, "x"),
-        ({"grammar": "root ::= x"}, "no GBNF: Rule 'x' not found"),
+        ({"grammar": "root ::= x"}, "not valid GBNF: Rule 'x' not found"),
         ({"grammar": "start: start"}, "no text matches it"),
         ({"json": {"$ref": "#"}}, "no text matches it"),
         ({"regex": r"[^\s\S]"}, "no text matches it"),
-        ({"grammar": doubled(20, '"x"?')}, "with all that it names, must have at most 65,536"),
+        (
+            {"grammar": doubled(20, '"x"?')},
+            "including the terminals it uses",
+        ),
         (
             {"grammar": 'start: A\nA: "a" B\nB: A "b"'},
-            "it nests too deep",
+            "it is nested too deeply",
         ),
-        ({"grammar": chain('T{}: "a" T{}', 999)}, "it nests too deep"),
-        ({"grammar": "start: " + '("a"* "b"*)* ' * 2500}, "too many rules apply at one place"),
-        ({"json": {"type": "integer", "multipleOf": 10**9 + 7}}, "it is too large: have fewer"),
+        ({"grammar": chain('T{}: "a" T{}', 999)}, "it is nested too deeply"),
+        ({"grammar": "start: " + '("a"* "b"*)* ' * 2500}, "too many rules apply at one position"),
+        ({"json": {"type": "integer", "multipleOf": 10**9 + 7}}, "it is too large: use fewer"),
         ({"json": {"pattern": "ab" * 9000, "type": "string"}}, "patterns .* at most 16,384 .*18,0"),
         ({"json": {"patternProperties": {"ab" * 9000: {}}}}, "patterns .* at most 16,384 .*18,0"),
-        ({"json": {"const": [2**53 + 1]}}, r"const and enum hold integers up to 2\*\*53"),
-        ({"grammar": "root ::= " + "(" * 9999}, "nests too deep"),
+        ({"json": {"const": [2**53 + 1]}}, r"const and enum support integers up to 2\*\*53"),
+        ({"grammar": "root ::= " + "(" * 9999}, "nested too deeply"),
     ],
 )
-def test_why_a_form_cant_be_compiled_is_said_to_who_wrote_it(
+def test_the_error_explains_why_a_grammar_cant_be_compiled(
     fields: dict[str, Any], message: str
 ) -> None:
     needs("llguidance")
     with pytest.raises(RequestError, match=f"^structured_outputs can't be compiled: .*({message})"):
-        make_stage().check(SamplingParams(structured_outputs=fields))
+        make_grammar_processor().check(SamplingParams(structured_outputs=fields))
 
 
 @pytest.mark.extra
@@ -656,20 +661,20 @@ def test_why_a_form_cant_be_compiled_is_said_to_who_wrote_it(
         {"grammar": "start: IF NAME\nIF: \"IF\" // NAME \"\nNAME: /[A-Z]+ IF/ | IF~3"},
     ],
 )  # fmt: skip
-def test_large_and_deep_forms_compile(fields: dict[str, Any]) -> None:
+def test_large_and_deep_grammars_compile(fields: dict[str, Any]) -> None:
     """Deep forms need more stack than a thread has; the process would crash."""
     needs("llguidance")
-    stage, params = make_stage(), SamplingParams(structured_outputs=fields)
-    stage.check(params)
-    row = stage.admit(AdmittedSequence(0, 0, [EOS + 1], 1, 0, params, seed=0))
+    processor, params = make_grammar_processor(), SamplingParams(structured_outputs=fields)
+    processor.check(params)
+    row = processor.admit(AdmittedSequence(0, 0, [EOS + 1], 1, 0, params, seed=0))
     assert row is not None
     for _ in range(4):
-        (mask,) = stage.masks([row])
+        (mask,) = processor.masks([row])
         row.accept(int(np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))[-1]))
 
 
 @pytest.mark.extra
-def test_a_row_that_fails_on_its_way_says_why_and_where_is_not_logged(
+def test_a_grammar_that_fails_while_it_runs_is_an_error_without_a_logged_traceback(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     needs("llguidance")
@@ -677,7 +682,7 @@ def test_a_row_that_fails_on_its_way_says_why_and_where_is_not_logged(
     with LLM(text_checkpoint(), kv_cache_gib=0.01) as llm:
         (output,) = llm.generate("x", too_many, use_tqdm=False)
     assert output.error is not None
-    assert output.error.startswith("structured_outputs: too many rules apply at one place")
+    assert output.error.startswith("structured_outputs: too many rules apply at one position")
     assert not any(record.exc_info for record in caplog.records)
 
 
@@ -737,22 +742,24 @@ def check_texts(requests: list[Request]) -> None:
 
     complete = 0
     for request in requests:
-        asked = request.params.structured_outputs
+        spec = request.params.structured_outputs
         for seq in request.sequences:
             assert seq.finish_reason in ("stop", "length")
             if seq.finish_reason == "stop":
                 text = text_tokenizer().decode(seq.output_token_ids[:-1])
                 complete += 1
-                if asked.json is not None:
+                if spec.json is not None:
                     jsonschema.validate(json.loads(text), OBJECT)
                 else:
-                    assert re.fullmatch(asked.regex, text)
+                    assert re.fullmatch(spec.regex, text)
     assert complete >= 3
 
 
 @pytest.mark.extra
 @pytest.mark.parametrize("overlap", [False, True])
-def test_preemption_chunks_tiers_and_loops_do_not_show(overlap: bool, tmp_path: Any) -> None:
+def test_preemption_chunks_tiers_and_overlap_do_not_change_structured_outputs(
+    overlap: bool, tmp_path: Any
+) -> None:
     needs("llguidance")
     needs("jsonschema")
     options: dict[str, Any] = {"block_size": 8}
@@ -770,20 +777,22 @@ def test_preemption_chunks_tiers_and_loops_do_not_show(overlap: bool, tmp_path: 
 
 @pytest.mark.extra
 @pytest.mark.parametrize("overlap", [False, True])
-def test_greedy_rows_need_not_all_logits(overlap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_greedy_structured_sequences_do_not_need_all_logits(
+    overlap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The head gets bit masks, and its tokens equal the argmax of masked logits."""
     needs("llguidance")
     options = {"attention_backend": "cpu", "dtype": "float32", "overlap": overlap, "block_size": 8}
     params = [replace(one, n=1, temperature=0.0) for one in work()]
     expected = run(make_engine(text_checkpoint(), **options), PROMPTS, params)
-    monkeypatch.setattr(packed, "SCREENED_BYTES", 0)
-    argmax, found = packed.ScreenedHead.argmax, []
+    monkeypatch.setattr(packed, "MIN_PRUNED_BYTES", 0)
+    argmax, found = packed.PrunedArgmaxHead.argmax, []
 
-    def noted(self: Any, x: Any, softcap: Any = None, masks: Any = None) -> Any:
+    def recording_argmax(self: Any, x: Any, softcap: Any = None, masks: Any = None) -> Any:
         found.append((masks is not None, argmax(self, x, softcap, masks)))
         return found[-1][1]
 
-    monkeypatch.setattr(packed.ScreenedHead, "argmax", noted)
+    monkeypatch.setattr(packed.PrunedArgmaxHead, "argmax", recording_argmax)
     for pool in ({}, {"num_kv_blocks": 13}):
         engine = make_engine(text_checkpoint(), **options, **pool)
         assert tokens(run(engine, PROMPTS, params)) == tokens(expected)

@@ -7,7 +7,7 @@ import pytest
 from nanoengine import DiskTier, HostTier
 from nanoengine.core.plan import StepPlan, StepResult, StepTimes
 from nanoengine.core.tiers.cost import RETRY_SHARE, CostModel, LoadCost
-from nanoengine.core.tiers.disk import Finished
+from nanoengine.core.tiers.disk import FinishedCopy
 from tests.support.engines import checkpoint, greedy, make_engine, random_prompts, run, tokens
 
 NUM_TOKENS = 16
@@ -28,31 +28,31 @@ def run_step(cost: CostModel, seconds: float) -> None:
     cost.observe(plan, result, block_bytes=1)
 
 
-def ask(cost: CostModel, tier: str = "host") -> tuple[bool, str]:
+def prefer_load(cost: CostModel, tier: str = "host") -> tuple[bool, str]:
     """Returns whether one block is loaded, and the reason."""
     num_disk = 1 if tier == "disk" else 0
     return cost.prefer_load(tier, num_host=1, num_disk=num_disk, num_tokens=NUM_TOKENS)
 
 
 @pytest.mark.parametrize("tier", ["host", "disk"])
-def test_one_slow_load_does_not_close_a_tier_for_good(tier):
+def test_one_slow_load_does_not_disable_a_tier_forever(tier):
     cost = make_model()
     cost.host.rate.add(1, 1e-3)
     rate = (cost.host if tier == "host" else cost.disk).rate
     for _ in range(5):
         rate.add(100, 100.0)
     refused = 0
-    while not ask(cost, tier)[0]:
+    while not prefer_load(cost, tier)[0]:
         refused += 1
         run_step(cost, 0.1)
         assert refused < 1000
-    assert refused > 100, "one block was to take a second, which a twentieth of 20 s makes up for"
-    assert not ask(cost, tier)[0], "until it is measured, no other one"
+    assert refused > 100, "the load of one block is estimated as 1 s, a twentieth of 20 s"
+    assert not prefer_load(cost, tier)[0], "no second load before the first is measured"
     rate.add(1, 1e-3)
-    assert ask(cost, tier)[0], "what it took counts, whatever it took before"
+    assert prefer_load(cost, tier)[0], "the new measurement replaces the old ones"
 
 
-def test_trying_a_slow_tier_costs_a_twentieth():
+def test_retrying_a_slow_tier_costs_a_twentieth():
     cost = make_model()
     cost.host.rate.add(1, 0.5)
     computed_s = lost_s = 0.0
@@ -60,7 +60,7 @@ def test_trying_a_slow_tier_costs_a_twentieth():
     for _ in range(5000):
         run_step(cost, 0.02)
         computed_s += 0.02
-        if ask(cost)[0]:
+        if prefer_load(cost)[0]:
             num_loads += 1
             lost_s += 0.5 - PREFILL_S
             cost.host.rate.add(1, 0.5)
@@ -71,20 +71,20 @@ def test_trying_a_slow_tier_costs_a_twentieth():
 def test_the_reason_says_that_a_load_is_a_trial():
     cost = make_model()
     cost.host.rate.add(1, 0.5)
-    assert ask(cost) == (
+    assert prefer_load(cost) == (
         False,
         "16 tokens of it are in the host tier: recompute, as loading takes 500 ms and computing"
         " 16 ms",
     )
     run_step(cost, 12.0)
-    assert ask(cost) == (
+    assert prefer_load(cost) == (
         True,
         "16 tokens of it are in the host tier: load, to measure it again after 12 s without,"
         " though loading takes 500 ms and computing 16 ms",
     )
 
 
-def test_a_retry_goes_all_the_way_from_the_disk_to_the_device(tmp_path, monkeypatch):
+def test_a_retry_loads_from_the_disk_to_the_device(tmp_path, monkeypatch):
     tiers = [HostTier(gib=4 * 2**-10), DiskTier(tmp_path, gib=16 * 2**-10)]
     prompts = random_prompts(6, [40, 50])
     model = checkpoint("qwen3")
@@ -95,7 +95,7 @@ def test_a_retry_goes_all_the_way_from_the_disk_to_the_device(tmp_path, monkeypa
     storage, finished = second.scheduler.block_manager.prefix_cache.storage, []
     collect = storage.collect
 
-    def collect_one(wait_s: float) -> list[Finished]:
+    def collect_one(wait_s: float) -> list[FinishedCopy]:
         """Finishes one block per step, so that blocks reach the host one at a time."""
         finished.extend(collect(wait_s))
         return [finished.pop(0)] if finished else []
@@ -110,5 +110,5 @@ def test_a_retry_goes_all_the_way_from_the_disk_to_the_device(tmp_path, monkeypa
     assert tokens(run(second, prompts, greedy(4))) == expected
     host, disk = second.stats().tiers
     assert disk.loaded_blocks > 0 and host.loaded_blocks > 0
-    assert cost.host.rate.time_for(block_bytes) < block_bytes / 2, "what it took counts alone"
+    assert cost.host.rate.time_for(block_bytes) < block_bytes / 2, "only the new measurement counts"
     second.close()

@@ -12,11 +12,11 @@ import pytest
 
 from nanoengine.errors import RequestError
 from nanoengine.features.tool_calls import (
-    READERS,
+    PARSERS,
     choice_of,
-    forced_calls,
-    forced_schema,
-    rest,
+    constrained_calls,
+    constrained_schema,
+    join_text,
     schemas_of,
 )
 
@@ -131,16 +131,16 @@ CASES = [
 
 
 @pytest.mark.parametrize(("reader", "text", "calls", "left"), CASES)
-def test_calls_and_the_text_around_them(reader, text, calls, left):
-    found, pieces = READERS[reader](text, SCHEMAS)
+def test_tool_calls_and_the_text_around_them_are_parsed(reader, text, calls, left):
+    found, pieces = PARSERS[reader](text, SCHEMAS)
     assert [(name, json.loads(arguments)) for name, arguments in found] == calls
-    assert (rest(pieces) if found else text) == left
+    assert (join_text(pieces) if found else text) == left
 
 
-@pytest.mark.parametrize("reader", READERS)
-def test_a_text_without_a_call_stays_one(reader):
+@pytest.mark.parametrize("reader", PARSERS)
+def test_a_text_without_a_call_has_no_calls(reader):
     for text in ("Just text.", "", "  two\n\nlines ", "1 < 2 and {3} [4]"):
-        assert READERS[reader](text, SCHEMAS)[0] == []
+        assert PARSERS[reader](text, SCHEMAS)[0] == []
 
 
 UNREADABLE = [
@@ -164,18 +164,18 @@ UNREADABLE = [
 
 
 @pytest.mark.parametrize(("reader", "text"), UNREADABLE)
-def test_a_call_that_is_none_is_no_half_a_call(reader, text):
+def test_an_incomplete_call_raises(reader, text):
     with pytest.raises((ValueError, RecursionError), match=r"\w"):
-        READERS[reader](text, SCHEMAS)
+        PARSERS[reader](text, SCHEMAS)
 
 
-def test_what_is_none_of_the_tools_is_named():
-    with pytest.raises(ValueError, match="'fly' is none of the tools"):
-        READERS["hermes"](llama("fly", {}), SCHEMAS)
+def test_a_call_of_an_unknown_tool_raises():
+    with pytest.raises(ValueError, match="'fly' is not one of the tools"):
+        PARSERS["hermes"](llama("fly", {}), SCHEMAS)
 
 
-@pytest.mark.parametrize("reader", READERS)
-def test_long_texts_of_marks_take_no_squared_time(reader):
+@pytest.mark.parametrize("reader", PARSERS)
+def test_repeated_markers_take_linear_time(reader):
     """A parser with quadratic time would block a job at an output that repeats a marker."""
     for mark in (
         "<tool_call>",
@@ -187,13 +187,13 @@ def test_long_texts_of_marks_take_no_squared_time(reader):
         "<",
     ):
         with contextlib.suppress(ValueError, RecursionError):
-            READERS[reader](mark * 20_000, SCHEMAS)
+            PARSERS[reader](mark * 20_000, SCHEMAS)
 
 
 # --- choices -------------------------------------------------------------------------------------
 
 
-def test_choices():
+def test_tool_choice_is_parsed():
     named = {"type": "function", "function": {"name": "times"}}
     assert choice_of(None, {}) == choice_of("none", SCHEMAS) == (None, None)
     assert choice_of(None, SCHEMAS) == choice_of("auto", SCHEMAS) == ("auto", None)
@@ -202,35 +202,35 @@ def test_choices():
 
 
 @pytest.mark.parametrize("given", ["any", "required", {"type": "function"}, 3, {"name": "times"}])
-def test_a_choice_needs_its_tool(given):
+def test_a_tool_choice_without_its_tool_raises(given):
     with pytest.raises(RequestError, match="tool_choice must be"):
         choice_of(given, {} if given == "required" else SCHEMAS)
 
 
 @pytest.mark.parametrize("tool", ["f", {}, {"function": {}}, {"function": {"name": 3}}])
-def test_a_tool_describes_a_function(tool):
+def test_an_invalid_tool_raises(tool):
     with pytest.raises(RequestError, match="a tool must be"):
         schemas_of([tool])
 
 
-def test_definitions_of_tools_stand_at_the_root():
+def test_definitions_of_tools_move_to_the_root():
     def tool(name, definition):
         part = {"type": "object", "properties": {"a": {"$ref": "#/$defs/A"}}, "$defs": definition}
         return {"function": {"name": name, "parameters": part}}
 
     one, other = {"A": {"type": "integer"}}, {"A": {"type": "string"}}
-    schema = forced_schema(None, schemas_of([tool("f", one), tool("g", one)]))
+    schema = constrained_schema(None, schemas_of([tool("f", one), tool("g", one)]))
     assert schema["$defs"] == one
     assert "$defs" not in json.dumps(schema["items"]).replace("#/$defs", "")
     with pytest.raises(RequestError, match="'A'"):
-        forced_schema(None, schemas_of([tool("f", one), tool("g", other)]))
-    assert forced_schema("f", schemas_of([tool("f", one)]))["$defs"] == one
+        constrained_schema(None, schemas_of([tool("f", one), tool("g", other)]))
+    assert constrained_schema("f", schemas_of([tool("f", one)]))["$defs"] == one
 
 
-def test_forced_calls():
+def test_constrained_calls_are_parsed():
     text = json.dumps([{"name": "times", "parameters": {}}, {"name": "book", "parameters": A[1]}])
-    assert [(name, json.loads(given)) for name, given in forced_calls(None, text)] == [B, A]
-    assert forced_calls("book", '{"cars": 1}') == [("book", '{"cars": 1}')]
+    assert [(name, json.loads(given)) for name, given in constrained_calls(None, text)] == [B, A]
+    assert constrained_calls("book", '{"cars": 1}') == [("book", '{"cars": 1}')]
     for name, cut in ((None, text[:-9]), ("book", '{"cars": ')):
         with pytest.raises(ValueError, match=r"\w"):
-            forced_calls(name, cut)
+            constrained_calls(name, cut)

@@ -30,7 +30,7 @@ def fast_engine(dtype="bfloat16", **options):
 # --- the loop -------------------------------------------------------------------------------------
 
 
-def test_the_gpu_gives_the_tokens_of_the_cpu():
+def test_the_gpu_generates_the_tokens_of_the_cpu():
     prompts = random_prompts(9, [3, 40, 17, 64, 90])
     found = {}
     for device in ("cpu", "cuda"):
@@ -44,7 +44,7 @@ def test_the_gpu_gives_the_tokens_of_the_cpu():
     assert found["cuda"] == found["cpu"]
 
 
-def test_equal_runs_give_equal_tokens():
+def test_repeated_runs_generate_equal_tokens():
     prompts = random_prompts(12, [3, 40, 70])
     found = []
     for _ in range(2):
@@ -80,7 +80,7 @@ def test_graphs_cover_every_batch_size(max_num_seqs):
 # --- memory ---------------------------------------------------------------------------------------
 
 
-def test_shutdown_gives_all_memory_back():
+def test_shutdown_frees_all_memory():
     prompts = random_prompts(6, [40, 90])
 
     def round_trip():
@@ -102,7 +102,7 @@ def test_shutdown_gives_all_memory_back():
     assert during - allocated > MIB
 
 
-def test_a_share_of_memory_is_not_passed(monkeypatch):
+def test_memory_fraction_is_not_exceeded(monkeypatch):
     """A pool that uses its whole share leaves space for prompts, logits, sampling and graphs.
 
     Free memory is counted as if this process were alone, because other test files run in parallel.
@@ -133,7 +133,7 @@ def test_a_share_of_memory_is_not_passed(monkeypatch):
 # --- staging --------------------------------------------------------------------------------------
 
 
-def test_staging_ships_every_array_as_it_is():
+def test_staging_transfers_arrays_unchanged():
     """Several transfers are in flight at once, each from its own pinned buffer."""
     draw, under_way = np.random.default_rng(0), []
     torch.cuda._sleep(50_000_000)  # about 25 ms in which no transfer can finish
@@ -154,7 +154,7 @@ def test_staging_ships_every_array_as_it_is():
             assert tensor.cpu().numpy().dtype == array.dtype
 
 
-def test_downloads_hold_what_was_there_when_they_began():
+def test_downloads_contain_the_values_at_their_start():
     stream, tensor = torch.cuda.Stream(CUDA), torch.zeros(100_000, dtype=torch.int64, device=CUDA)
     under_way = []
     for number in range(4):
@@ -162,16 +162,16 @@ def test_downloads_hold_what_was_there_when_they_began():
         tensor.fill_(number)
         under_way.append(Download([tensor.clone(), tensor[:3] + 1], stream))
     for number, download in enumerate(under_way):
-        whole, few = download.wait()
-        assert whole.device.type == few.device.type == "cpu"
-        assert (whole == number).all()
-        assert few.tolist() == [number + 1] * 3
+        large, small = download.wait()
+        assert large.device.type == small.device.type == "cpu"
+        assert (large == number).all()
+        assert small.tolist() == [number + 1] * 3
 
 
 # --- tiers ----------------------------------------------------------------------------------------
 
 
-def test_blocks_stored_and_loaded_on_the_side_stream_are_whole():
+def test_blocks_stored_and_loaded_on_the_side_stream_are_correct():
     """The side stream copies after earlier work of the main stream, and loads before later work.
 
     Long sleeps on the main stream expose a wrong order.
@@ -193,7 +193,7 @@ def test_blocks_stored_and_loaded_on_the_side_stream_are_whole():
             assert (kv[:, :, untouched] == trial).all()
 
 
-def test_host_tier_gives_the_same_tokens():
+def test_a_host_tier_generates_the_same_tokens():
     prompts = random_prompts(12, [60, 90, 40])
     found = {}
     for name, tiers in {"without": (), "with": (HostTier(gib=0.05, policy="load"),)}.items():

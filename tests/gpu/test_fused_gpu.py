@@ -19,12 +19,12 @@ def deterministic(case):
 def test_a_token_has_the_same_bits_in_any_chunk_and_batch(window, dtype):
     options = {"dtype": dtype, "group_size": 2, "num_kv_heads": 2, "sliding_window": window}
     case = make_case((LENGTH, LENGTH), **options)
-    whole = case.check(deterministic(case))
+    prompt = case.check(deterministic(case))
     for chunk in (1, 2, 17, LENGTH // 3):
         part = make_case((chunk, LENGTH), **options)
-        assert torch.equal(part.run(deterministic(part)), whole[-chunk:])
+        assert torch.equal(part.run(deterministic(part)), prompt[-chunk:])
     many = make_case((1, LENGTH), *[(1, 40 + 7 * i) for i in range(90)], (300, 900), **options)
-    assert torch.equal(many.run(deterministic(many))[0], whole[-1])
+    assert torch.equal(many.run(deterministic(many))[0], prompt[-1])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -42,7 +42,7 @@ def test_a_row_has_the_same_bits_in_any_number_of_rows(dtype):
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_shared_splits_give_the_same_bits_in_every_run(deterministic):
+def test_shared_splits_have_the_same_bits_in_every_run(deterministic):
     case = make_case(
         *[(1, LENGTH - i) for i in range(3)], dtype=torch.bfloat16, num_kv_heads=2, group_size=2
     )

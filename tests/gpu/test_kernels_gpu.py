@@ -58,7 +58,7 @@ def test_parity(name, lengths, options):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("heads", [16, 20, 128])
-def test_parity_over_latents(heads, dtype):
+def test_mla_parity(heads, dtype):
     """DeepSeek's sizes, with up to the maximum of splits: more than a program merges at once."""
     lengths = *DECODES[:8], (1, 6000), (1, 20000), *PREFILLS[:3]
     made = latents.case(heads, 512, 64, *lengths, block_size=64, dtype=dtype)
@@ -66,7 +66,7 @@ def test_parity_over_latents(heads, dtype):
     assert error.abs().max() < TOLERANCE[dtype]
 
 
-def test_rows_do_not_depend_on_their_neighbours():
+def test_rows_do_not_depend_on_other_rows():
     options = {"dtype": torch.bfloat16, "block_size": 64, "head_dim": 128, "group_size": 2}
     alone = make_case((1, 2500), **options)
     among = make_case((1, 2500), *DECODES, *PREFILLS, **options)
@@ -78,7 +78,7 @@ def test_rows_do_not_depend_on_their_neighbours():
     assert torch.equal(one, many[:511])
 
 
-def test_equal_runs_give_equal_bits():
+def test_repeated_runs_have_equal_bits():
     case = make_case(*DECODES, *PREFILLS, dtype=torch.bfloat16, block_size=64, head_dim=128)
     backend = backend_of(case)
     first = case.run(backend)
@@ -87,7 +87,7 @@ def test_equal_runs_give_equal_bits():
 
 @pytest.mark.parametrize(("name", "block_size"), BACKENDS)
 @pytest.mark.parametrize("count", [1, 3, 8, 20])
-def test_graphs_replay_what_eager_gives(name, block_size, count):
+def test_graphs_replay_the_eager_result(name, block_size, count):
     """The capture covers up to 4,096 tokens, as in an engine; the replay uses other queries."""
     case = make_case(
         *DECODES[:count], dtype=torch.bfloat16, block_size=block_size, head_dim=128, group_size=2
@@ -108,7 +108,7 @@ def test_graphs_replay_what_eager_gives(name, block_size, count):
                 assert torch.equal(out, expected[number])
 
 
-def test_store_into_the_slots_alone():
+def test_a_store_writes_only_its_slots():
     case = make_case(*DECODES, *PREFILLS, dtype=torch.bfloat16, num_kv_heads=5, head_dim=80)
     expected = case.k_cache.clone()
     expected.view(-1, 5, 80)[case.batch.slot_mapping[1]] = case.k

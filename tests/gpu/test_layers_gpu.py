@@ -39,7 +39,7 @@ def test_rotation_and_store(norm, fp8, dtype):
     test_triton_rotate.check(*lengths, norm=norm, dtype=dtype, fp8=fp8, **sizes)
 
 
-def test_attention_over_fp8():
+def test_attention_over_an_fp8_cache():
     decodes, prefills = [(1, 1 + 131 * i) for i in range(20)], [(300, 300), (2, 700), (65, 1000)]
     case = make_case(
         *decodes, *prefills, dtype=torch.bfloat16, head_dim=128, num_kv_heads=2, group_size=2,
@@ -48,9 +48,9 @@ def test_attention_over_fp8():
     case.check(backend_of(case, kv_dtype=FP8))
 
 
-def test_a_model_with_an_fp8_cache_is_off_by_no_more_than_the_plain_one():
-    """The reference is float64 without fp8. The mean error of log-probabilities is compared with
-    the naive backend with the same cache in float32: rounding to 4 bits dominates."""
+def test_the_error_of_an_fp8_cache_is_as_on_the_naive_backend():
+    """Compares mean errors of log-probabilities against float64 without fp8: those of this backend,
+    and those of the naive one in float32 with fp8. The rounding to 4 bits dominates."""
     directory = checkpoint("qwen3")
     errors = {}
     for name, dtype in (("triton", "bfloat16"), ("naive", "float32")):
@@ -63,7 +63,7 @@ def test_a_model_with_an_fp8_cache_is_off_by_no_more_than_the_plain_one():
     assert errors["triton"] < 1.5 * errors["naive"] + 0.02
 
 
-def test_deterministic_scores_have_the_same_bits_alone_in_a_batch_and_in_chunks():
+def test_deterministic_scores_have_the_same_bits_in_any_batch_and_chunk():
     options = {
         "device": "cuda", "dtype": "bfloat16", "attention_backend": "triton",
         "deterministic": True,

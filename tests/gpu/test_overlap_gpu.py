@@ -28,7 +28,7 @@ def engine_of(**options):
 
 @pytest.mark.parametrize("params", [*PARAMS, EDITED])
 @pytest.mark.parametrize("options", CACHES)
-def test_overlap_and_graphs_do_not_show(params, options):
+def test_overlap_and_graphs_do_not_change_tokens(params, options):
     prompts = random_prompts(30, [1, 7, 16, 33, 90])
     plain = engine_of(enforce_eager=True, overlap=False)
     expected = tokens(run(plain, prompts, params))

@@ -39,7 +39,7 @@ def params(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_tokens_are_those_of_the_twin(dtype, kind, monkeypatch):
+def test_tokens_match_the_reference_implementation(dtype, kind, monkeypatch):
     logits, packed = lines(dtype), params(kind)
     ids, valid = sample_on_device(logits, packed, kind)
     monkeypatch.setattr(draw, "has_kernel", lambda *rest: False)
@@ -50,7 +50,7 @@ def test_tokens_are_those_of_the_twin(dtype, kind, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_line_draws_the_same_token_beside_any_others_and_in_every_run(kind):
+def test_a_line_draws_the_same_token_with_any_others_and_in_every_run(kind):
     logits, packed = lines(torch.bfloat16), params(kind)
     ids, _ = sample_on_device(logits, packed, kind)
     for _ in range(20):

@@ -121,7 +121,7 @@ def test_logprobs_have_the_form_of_openai(batch: Batch) -> None:
 
 BAD_ROWS: list[tuple[Any, str, str]] = [
     (completion("x", temprature=0), "invalid_row", "did you mean 'temperature'?"),
-    (completion("x", stream=True), "invalid_row", "a batch has nobody to stream to"),
+    (completion("x", stream=True), "invalid_row", "batch jobs do not stream"),
     (completion("x", temperature=-1), "invalid_row", "temperature must be at least 0, got -1"),
     (completion("x", temperature="hot"), "invalid_row", "temperature must be a finite number"),
     (completion("x", max_completion_tokens=3), "invalid_row", "another name of max_tokens"),
@@ -130,13 +130,13 @@ BAD_ROWS: list[tuple[Any, str, str]] = [
     (completion("x", "one " * 200), "invalid_request", "max_model_len"),
     (completion("x", [5, 10**6]), "invalid_request", "must be in [0, 401), got 1000000"),
     (completion("x", "\ud800"), "invalid_request", "UTF-8"),
-    (completion("x", echo=True), "invalid_row", "echo=True can't be obeyed"),
+    (completion("x", echo=True), "invalid_row", "echo=True is not supported"),
     (completion("x", logit_bias={"a": 1}), "invalid_row", "a key of logit_bias must be an integer"),
     (chat("x", logprobs=3), "invalid_row", "logprobs must be true or false in a chat"),
     (chat("x", top_logprobs=3), "invalid_row", "top_logprobs needs logprobs: true"),
     (chat("x", response_format={"type": "xml"}), "invalid_row", "response_format must be"),
     (chat("x", response_format={"type": "json_schema"}), "invalid_row", "response_format must be"),
-    (chat("x", guided_json={"type": "object"}), "invalid_row", "give response_format"),
+    (chat("x", guided_json={"type": "object"}), "invalid_row", "use response_format"),
     (chat("x", messages=[]), "invalid_request", "a list of messages"),
     (chat("x", chat_template_kwargs=5), "invalid_request", "chat_template_kwargs"),
     (chat("x", chat_template="one"), "invalid_row", "(--trust-row-templates) runs those of rows"),
@@ -167,7 +167,7 @@ BAD_SIMPLE_ROWS: list[tuple[Any, str, str]] = [
     ({"id": 4}, "invalid_request", "needs one of 'prompt'"),
     ({"messages": IMAGE}, "invalid_request", "'image_url'"),
     ({"prompt": "one", "top_k": -5}, "invalid_row", "top_k must be"),
-    ({"prompt": "one", "stop": ["x"] * 1025}, "invalid_row", "stop must hold at most 1,024"),
+    ({"prompt": "one", "stop": ["x"] * 1025}, "invalid_row", "stop must have at most 1,024"),
     ({"prompt": "one", "prompt_logprobs_start": 2**70}, "invalid_row", "must be in [0, 2**31)"),
 ]
 

@@ -150,7 +150,7 @@ def test_the_rows_obey_modules_json(run, tmp_path):
     assert abs(np.linalg.norm(body_of(found["short"])["data"][0]["embedding"]) - 1) > 0.01
     assert "at most 4" in found["long"]["error"]["message"]
     assert body_of(found["cut"])["usage"]["prompt_tokens"] == 4
-    assert "no language head" in found["text"]["error"]["message"]
+    assert "no LM head" in found["text"]["error"]["message"]
 
 
 def make_output(index, error=None):

@@ -137,8 +137,8 @@ def error_of(row: dict[str, Any], options: RowOptions | None = None, kind: Any =
         ({"reponse_format": {}}, "did you mean 'response_format'?"),
         ({"max_new_tokens": 5}, "give max_tokens"),
         ({"reasoning_effort": "low"}, "give chat_template_kwargs"),
-        ({"functions": [{}]}, "give tools"),
-        ({"stream": True}, "a batch has nobody to stream to"),
+        ({"functions": [{}]}, "use tools"),
+        ({"stream": True}, "batch jobs do not stream"),
         ({"suffix": "x"}, "none is filled in"),
     ],
 )

@@ -1,5 +1,5 @@
-"""The CPU kernels' tiles, compiled to assembly for other CPUs. The hot loop must hold the intended
-instruction in the intended number, and must not spill registers."""
+"""The CPU kernels' tiles, compiled to assembly for other CPUs. The hot loop must contain the
+intended number of the intended instruction, and must not spill registers."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from nanoengine.kernels.groupwise_gemm import (
     ZEROS,
     Form,
     float_row_tile,
-    grouped_tile,
-    most_grouped,
-    rows_of_spread,
+    groupwise_tile,
+    max_groupwise_rows,
+    spread_rows,
 )
 from nanoengine.kernels.int8_gemm import shapes8, shapes16, tile8, tile16
 from nanoengine.kernels.isa import ISA, ISAS
@@ -40,7 +40,7 @@ BY_NAME = {isa.name: isa for isa in ISAS}
 I64, FLOAT = ir.IntType(64), ir.FloatType()
 
 
-def held_by(isa: ISA, bits: int) -> str:
+def register_of(isa: ISA, bits: int) -> str:
     """The register type of a vector of that many bits."""
     return r"v\d+\.4s" if isa.name == "neon" else {128: "%xmm", 256: "%ymm", 512: "%zmm"}[bits]
 
@@ -48,18 +48,18 @@ def held_by(isa: ISA, bits: int) -> str:
 def fma(isa: ISA) -> str:
     """The fused multiply-add of a full float32 vector."""
     name = "fmla" if isa.name == "neon" else r"vfmadd\d+ps"
-    return rf"(?:{name})\s.*{held_by(isa, isa.vector_bits)}"
+    return rf"(?:{name})\s.*{register_of(isa, isa.vector_bits)}"
 
 
 def byte_dot(isa: ISA) -> str:
-    return rf"{isa.byte_dots}\s.*{held_by(isa, isa.byte_bits)}"
+    return rf"{isa.byte_dots}\s.*{register_of(isa, isa.byte_bits)}"
 
 
 def bf16_dot(isa: ISA) -> str:
-    return rf"{isa.bf16_dots}\s.*{held_by(isa, isa.vector_bits)}"
+    return rf"{isa.bf16_dots}\s.*{register_of(isa, isa.vector_bits)}"
 
 
-def hottest(text: str, instruction: str) -> list[str]:
+def hottest_loop(text: str, instruction: str) -> list[str]:
     """The inner loop that contains the instruction most often."""
     loops = inner_loops(text)
     return max(loops, key=lambda loop: count(loop, instruction), default=[])
@@ -69,7 +69,7 @@ def count(loop: list[str], instruction: str) -> int:
     return sum(re.search(instruction, line) is not None for line in loop)
 
 
-def test_the_assembly_is_read_right():
+def test_the_assembly_parser_passes_its_doctests():
     assert doctest.testmod(assembly).failed == 0
 
 
@@ -78,8 +78,8 @@ def test_the_assembly_is_read_right():
 
 def products(isa: ISA, kind: str):
     def write(module: ir.Module) -> None:
-        of = ir.FunctionType(ir.VoidType(), [FLOAT.as_pointer(), I64])
-        function = ir.Function(module, of, "products")
+        function_type = ir.FunctionType(ir.VoidType(), [FLOAT.as_pointer(), I64])
+        function = ir.Function(module, function_type, "products")
         builder = ir.IRBuilder(function.append_basic_block())
         cpu_peak.write_products(builder, isa, kind, *function.args)
         builder.ret_void()
@@ -88,7 +88,7 @@ def products(isa: ISA, kind: str):
 
 
 @pytest.mark.parametrize("cpu", CPUS)
-def test_peaks_are_taken_with_the_instruction_in_question_alone(cpu):
+def test_peak_loops_contain_only_the_measured_instruction(cpu):
     isa = BY_NAME[CPUS[cpu][1]]
     kinds = {"float": fma(isa)}
     if isa.bf16_dots != "generic":
@@ -96,7 +96,7 @@ def test_peaks_are_taken_with_the_instruction_in_question_alone(cpu):
     if isa.byte_dots != "generic":
         kinds["int8"] = byte_dot(isa)
     for kind, instruction in kinds.items():
-        loop = hottest(assembly_of(cpu, products(isa, kind)), instruction)
+        loop = hottest_loop(assembly_of(cpu, products(isa, kind)), instruction)
         found = count(loop, instruction)
         assert found and found % cpu_peak.chains(isa) == 0, (kind, loop)
         whole = {"vpmaddubsw": 3}.get(isa.byte_dots, 1) if kind == "int8" else 1
@@ -105,24 +105,24 @@ def test_peaks_are_taken_with_the_instruction_in_question_alone(cpu):
 
 
 @pytest.mark.parametrize("cpu", ["x86-64-v3", "znver5", "neoverse-n1"])
-def test_a_tile_too_large_for_the_registers_is_found(cpu):
+def test_a_tile_that_is_too_large_for_the_registers_is_detected(cpu):
     isa = BY_NAME[CPUS[cpu][1]]
     greedy = replace(isa, registers=2 * isa.registers)
-    loop = hottest(assembly_of(cpu, products(greedy, "float")), fma(isa))
+    loop = hottest_loop(assembly_of(cpu, products(greedy, "float")), fma(isa))
     assert spills(loop), loop
 
 
 @pytest.mark.parametrize("cpu", ["x86-64-v3", "sapphirerapids"])
-def test_a_tile_of_the_wrong_width_is_found(cpu):
+def test_a_tile_of_the_wrong_width_is_detected(cpu):
     isa = BY_NAME[CPUS[cpu][1]]
     narrow = replace(isa, vector_bits=isa.vector_bits // 2)
-    assert count(hottest(assembly_of(cpu, products(narrow, "float")), "vfmadd"), fma(isa)) == 0
+    assert count(hottest_loop(assembly_of(cpu, products(narrow, "float")), "vfmadd"), fma(isa)) == 0
 
 
 # --- linear layers --------------------------------------------------------------------------------
 
 
-def stored_as(isa: ISA) -> dict[str, str]:
+def instruction_by_format(isa: ISA) -> dict[str, str]:
     """The multiply instruction per packed weight format."""
     forms = dict.fromkeys(("float32", "float16", "bfloat16"), fma(isa))
     return forms if isa.bf16_dots == "generic" else forms | {"pairs": bf16_dot(isa)}
@@ -136,49 +136,50 @@ SPILLING = {256: {("bfloat16", 1, 4)}, 128: {("bfloat16", 1, 4), ("float16", 1, 
 @pytest.mark.parametrize("cpu", CPUS)
 def test_tiles_of_linear_layers_multiply_full_vectors_and_keep_their_sums_in_registers(cpu):
     isa = BY_NAME[CPUS[cpu][1]]
-    for kind, instruction in stored_as(isa).items():
+    for kind, instruction in instruction_by_format(isa).items():
         for rows, panels in tile_shapes(isa):
             text = assembly_of(cpu, lambda module: float_tile(module, isa, kind, rows, panels))  # noqa: B023
-            loop = hottest(text, instruction)
-            of_a_turn = rows * panels * PANEL * 32 // isa.vector_bits
+            loop = hottest_loop(text, instruction)
+            per_iteration = rows * panels * PANEL * 32 // isa.vector_bits
             found = count(loop, instruction)
-            assert found and found % of_a_turn == 0, (kind, rows, panels, loop)
-            known = (kind, rows, panels) in SPILLING.get(isa.vector_bits, ())
-            assert bool(spills(loop)) == known, (kind, rows, panels, spills(loop))
+            assert found and found % per_iteration == 0, (kind, rows, panels, loop)
+            expected = (kind, rows, panels) in SPILLING.get(isa.vector_bits, ())
+            assert bool(spills(loop)) == expected, (kind, rows, panels, spills(loop))
 
 
-# --- quantized linear layers, and the screened head -----------------------------------------------
+# --- quantized linear layers, and the estimates of the pruned argmax ------------------------------
 
 
-def of_a_panel(tile):
+def one_panel(tile):
     """Writes a tile that handles one panel."""
     return lambda module, isa, rows, panels: tile(module, isa, rows=rows)
 
 
 def grouped(*numbers: int):
-    """Tiles of a group-wise quantized `Form`."""
+    """The entry of `TILES_OF_BYTES` for a group-wise quantized `Form`."""
 
     def write(module, isa, rows, panels):
-        return grouped_tile(module, isa, *Form(*numbers), rows, 0)
+        return groupwise_tile(module, isa, *Form(*numbers), rows, 0)
 
-    return lambda isa: [(rows, 1) for rows in range(1, most_grouped(isa) + 1)], write, 32, 8
+    return lambda isa: [(rows, 1) for rows in range(1, max_groupwise_rows(isa) + 1)], write, 32, 8
 
 
 def spread(*numbers: int):
-    """Tiles of a `Form` with an unpacked panel. Signed forms multiply pairs of 16-bit inputs."""
+    """The entry for a `Form` with spread-out panels. Signed forms multiply pairs of 16-bit
+    inputs."""
     form = Form(*numbers)
 
     def write(module, isa, rows, panels):
-        return grouped_tile(module, isa, *form, rows, 1)
+        return groupwise_tile(module, isa, *form, rows, 1)
 
     inputs, bits = (2, 16) if form.is_signed else (8, 8)
-    return lambda isa: [(rows, 1) for rows in rows_of_spread(isa)], write, inputs, bits
+    return lambda isa: [(rows, 1) for rows in spread_rows(isa)], write, inputs, bits
 
 
 TILES_OF_BYTES = {
     # Per entry: tile shapes, the code generator, inputs per loop iteration, bits of the operands.
     "int8": (shapes8, tile8, 4, 8),
-    "int16": (shapes16, of_a_panel(tile16), 4, 16),
+    "int16": (shapes16, one_panel(tile16), 4, 16),
     "Q4_0": grouped(4, 1, 0, 1, 1, NONE),
     "Q4_0, zeros": grouped(4, 1, 0, 1, 1, ZEROS),
     "Q4_K": grouped(4, 0, 0, 1, 2, MINS),
@@ -221,19 +222,19 @@ SPILLING_BYTES = {
 @pytest.mark.parametrize("cpu", CPUS)
 def test_tiles_of_bytes_multiply_full_vectors_and_keep_their_sums_in_registers(cpu, kind):
     isa, (shapes, tile, inputs, bits) = BY_NAME[CPUS[cpu][1]], TILES_OF_BYTES[kind]
-    register, instruction = held_by(isa, isa.byte_bits), MULTIPLIES[isa.byte_dots][bits]
+    register, instruction = register_of(isa, isa.byte_bits), MULTIPLIES[isa.byte_dots][bits]
     if isa.byte_dots == "generic":
         bits *= 2
         register = {16: r"v\d+\.8h", 32: r"v\d+\.4s"}[bits]
     instruction = rf"\b(?:{instruction})\s.*{register}"
     for rows, panels in shapes(isa):
         text = assembly_of(cpu, lambda module: tile(module, isa, rows=rows, panels=panels))  # noqa: B023
-        loop = hottest(text, instruction)
-        of_a_turn = rows * panels * PANEL * inputs * bits // isa.byte_bits
+        loop = hottest_loop(text, instruction)
+        per_iteration = rows * panels * PANEL * inputs * bits // isa.byte_bits
         found = count(loop, instruction)
-        assert found and found % of_a_turn == 0, (kind, rows, panels, found, loop)
-        least = SPILLING_BYTES.get(isa.name, {}).get(kind, 99)
-        if rows < least:
+        assert found and found % per_iteration == 0, (kind, rows, panels, found, loop)
+        fewest = SPILLING_BYTES.get(isa.name, {}).get(kind, 99)
+        if rows < fewest:
             assert spills(loop) == [], (kind, rows, panels, spills(loop))
 
 
@@ -241,7 +242,7 @@ def test_tiles_of_bytes_multiply_full_vectors_and_keep_their_sums_in_registers(c
 
 
 @pytest.mark.parametrize("cpu", CPUS)
-def test_tiles_of_one_row_of_a_file_keep_their_sums_in_registers(cpu):
+def test_groupwise_tiles_of_one_float_row_keep_their_sums_in_registers(cpu):
     isa, forms = (
         BY_NAME[CPUS[cpu][1]],
         {"Q8_0": (8, 1, 0, 1, 1, NONE), "Q4_K": (4, 0, 0, 1, 2, MINS)},
@@ -249,20 +250,20 @@ def test_tiles_of_one_row_of_a_file_keep_their_sums_in_registers(cpu):
     for name, form in forms.items():
         for panels in (1, 4) if isa.vector_bits == 512 else (1,):
             text = assembly_of(cpu, lambda module: float_row_tile(module, isa, *form, panels))  # noqa: B023
-            loop = hottest(text, fma(isa))
-            of_a_unit = panels * 32 * PANEL * 32 // isa.vector_bits
-            assert count(loop, fma(isa)) == of_a_unit, (name, panels)
+            loop = hottest_loop(text, fma(isa))
+            per_unit = panels * 32 * PANEL * 32 // isa.vector_bits
+            assert count(loop, fma(isa)) == per_unit, (name, panels)
             # Scales may be spilled there, once per unit. LLVM for ARM also spills codes.
-            least = of_a_unit if isa.name == "neon" else 16
-            assert len(spills(loop)) < least, (name, panels, spills(loop))
+            limit = per_unit if isa.name == "neon" else 16
+            assert len(spills(loop)) < limit, (name, panels, spills(loop))
 
 
 @pytest.mark.parametrize("cpu", CPUS)
-def test_tiles_of_one_weight_only_row_keep_their_sums_in_registers(cpu):
-    isa, of_panel = BY_NAME[CPUS[cpu][1]], PANEL * 32 // BY_NAME[CPUS[cpu][1]].vector_bits
+def test_weight_only_tiles_of_one_row_keep_their_sums_in_registers(cpu):
+    isa, per_panel = BY_NAME[CPUS[cpu][1]], PANEL * 32 // BY_NAME[CPUS[cpu][1]].vector_bits
     text = intrinsics_on(cpu)["weight-only, one row"]
     tiles = re.findall(
-        r"^nanoengine_widened_tile_(\d+)_(\d)_\w+:$(.*?)^\.Lfunc_end", text, re.M | re.S
+        r"^nanoengine_dequantized_row_tile_(\d+)_(\d)_\w+:$(.*?)^\.Lfunc_end", text, re.M | re.S
     )
     assert len(tiles) == 16
     for form, panels, body in tiles:
@@ -270,7 +271,7 @@ def test_tiles_of_one_weight_only_row_keep_their_sums_in_registers(cpu):
         loops = [loop for loop in inner_loops(body) if count(loop, fma(isa))]
         for loop in loops:
             found = count(loop, fma(isa))
-            assert found % (inputs * int(panels) * of_panel) == 0, (form, panels, loop)
+            assert found % (inputs * int(panels) * per_panel) == 0, (form, panels, loop)
             # With 16 registers, tiles of two panels spill and are still faster than tiles of one.
             if isa.vector_bits == 512 or (isa.registers == 16 and panels == "1"):
                 assert spills(loop) == [], (form, panels, spills(loop))
@@ -280,28 +281,28 @@ def test_tiles_of_one_weight_only_row_keep_their_sums_in_registers(cpu):
 # --- attention ------------------------------------------------------------------------------------
 
 
-def takes(isa: ISA, name: str) -> bool:
-    """Whether the instruction set's kernels have this tile; see `attention_tiles.adds_beside`."""
+def has_tile(isa: ISA, name: str) -> bool:
+    """Whether the instruction set has this tile; see `attention_microkernels.can_interleave`."""
     fits = isa.vector_bits == 512 and ("products" not in name or isa.bf16_dots != "generic")
-    return fits or "beside" not in name
+    return fits or "interleaved" not in name
 
 
-OF_ATTENTION = [
+ATTENTION_TILES = [
     (cpu, name) for cpu in CPUS for name in TILES
-    if name.startswith("attention") and takes(BY_NAME[CPUS[cpu][1]], name)
+    if name.startswith("attention") and has_tile(BY_NAME[CPUS[cpu][1]], name)
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("cpu", "name"), OF_ATTENTION)
+@pytest.mark.parametrize(("cpu", "name"), ATTENTION_TILES)
 def test_tiles_of_attention_multiply_full_vectors_and_keep_their_sums_in_registers(cpu, name):
     isa = BY_NAME[CPUS[cpu][1]]
     dots = "products" in name and isa.bf16_dots != "generic"
     instruction = bf16_dot(isa) if dots else fma(isa)
-    loop = hottest(intrinsics_on(cpu)[name], instruction)
+    loop = hottest_loop(intrinsics_on(cpu)[name], instruction)
     assert count(loop, instruction) >= 8, loop
     assert spills(loop) == []
 
 
-def test_every_instruction_set_with_instructions_of_its_own_has_a_cpu_here():
+def test_every_instruction_set_with_required_features_has_a_test_cpu():
     assert {name for _, name in CPUS.values()} == {isa.name for isa in ISAS if isa.needs}
     assert [cpu for cpu, (triple, _) in CPUS.items() if triple == ARM] == ["neoverse-n1"]

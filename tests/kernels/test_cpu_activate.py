@@ -1,4 +1,4 @@
-"""Activations fused with the gate and up products give the bits of two separate steps."""
+"""A gated activation that is fused with its product gives the bits of two separate steps."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from nanoengine.kernels.cpu_decoder import GATED, activate, multiply
+from nanoengine.kernels.cpu_decoder import GATED_PANELS, activate, matmul
 from nanoengine.kernels.cpu_layers import GATES, gate
-from nanoengine.kernels.cpu_linear import DOTS, ROW_BLOCK, rounded_rows, row_parts
+from nanoengine.kernels.cpu_linear import BF16_DOTS, ROW_BLOCK, round_to_bf16, row_parts
 from nanoengine.kernels.gemm import PANEL
 from nanoengine.kernels.jit import compiled
 from nanoengine.kernels.pool import PIECES
@@ -20,13 +20,13 @@ MANY = ROW_BLOCK * PIECES * 2 + 13  # two workers split these by rows instead of
 
 
 @compiled(fastmath=())
-def together(x, weight, activation, out, workers):
+def fused(x, weight, activation, out, workers):
     activate(x, weight, activation, out, workers)
 
 
 @compiled(fastmath=())
-def apart(x, weight, activation, both, out, workers):
-    multiply(x, weight, both, workers)
+def separate(x, weight, activation, both, out, workers):
+    matmul(x, weight, both, workers)
     gate(both, activation, out, workers)
 
 
@@ -46,49 +46,49 @@ def operands(kind: str, weight: torch.Tensor) -> tuple[np.ndarray, ...]:
 
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "rounded", "int8"])
 @pytest.mark.parametrize(
-    ("inner", "activation"), [(16, 0), (144, 0), (336, 1), (40, 2), ((GATED + 5) * PANEL, 0)]
+    ("inner", "activation"), [(16, 0), (144, 0), (336, 1), (40, 2), ((GATED_PANELS + 5) * PANEL, 0)]
 )
-def test_a_gate_beside_its_products_gives_the_same_bits(kind, inner, activation):
-    """Splitting the rows among workers gives the same bits too. Workers split rows when there are
-    few tiles or many rows. The last case has more gates than one pass handles."""
+def test_a_fused_gate_gives_the_bits_of_a_separate_gate(kind, inner, activation):
+    """The bits do not depend on how rows are divided among workers, which happens if there are few
+    tiles or many rows. The last case has more gates than one pass handles."""
     assert activation in GATES.values()
     draw = torch.Generator().manual_seed(inner)
     weight = operands(kind, torch.randn(2 * inner, INPUTS, generator=draw))
     for rows in (1, 2, 7, 96, 131, 300, MANY):
         x = torch.randn(rows, INPUTS, generator=draw).numpy()
-        both, wanted, *found = (
+        both, expected, *found = (
             np.full((rows, size), np.nan, np.float32) for size in (2 * inner, *[inner] * 5)
         )
-        for few in (slice(first, first + ROW_BLOCK) for first in range(0, rows, ROW_BLOCK)):
-            apart(x[few], weight, activation, both[few], wanted[few], 1)
-        assert np.isfinite(wanted).all()
-        apart(x, weight, activation, both, found[0], 64)
-        apart(x, weight, activation, both, found[1], 2)
-        together(x, weight, activation, found[2], 64)
-        together(x, weight, activation, found[3], 2)
-        assert all(np.array_equal(out, wanted) for out in found)
+        for block in (slice(first, first + ROW_BLOCK) for first in range(0, rows, ROW_BLOCK)):
+            separate(x[block], weight, activation, both[block], expected[block], 1)
+        assert np.isfinite(expected).all()
+        separate(x, weight, activation, both, found[0], 64)
+        separate(x, weight, activation, both, found[1], 2)
+        fused(x, weight, activation, found[2], 64)
+        fused(x, weight, activation, found[3], 2)
+        assert all(np.array_equal(out, expected) for out in found)
 
 
-def test_rows_are_cut_where_tiles_are_too_few():
+def test_rows_are_divided_if_there_are_too_few_tiles():
     parts = row_parts.py_func
     assert [parts(rows, 20, 2) for rows in (1, 300, 4096)] == [1, 1, 1]
     assert [parts(rows, 20, 16) for rows in (1, 63, 64, 96, 128, 4096)] == [1, 1, 2, 3, 4, 4]
     assert parts(4096, 3, 64) == 86
 
 
-@pytest.mark.skipif(not DOTS, reason="this CPU has no products of bfloat16, for which pairs are")
+@pytest.mark.skipif(not BF16_DOTS, reason="pairs need bfloat16 dot products, which this CPU lacks")
 @pytest.mark.parametrize(("inner", "activation"), [(16, 0), (144, 1)])
-def test_a_gate_gives_what_the_next_product_rounds(inner, activation):
+def test_a_fused_gate_rounds_its_output_for_the_next_product(inner, activation):
     draw = torch.Generator().manual_seed(inner)
     weight = operands("rounded", torch.randn(2 * inner, INPUTS, generator=draw))
     for rows in (1, 7, 131):
         x = torch.randn(rows, INPUTS, generator=draw).numpy()
         x[0, 3] = np.nan
-        both, wanted = (np.empty((rows, size), np.float32) for size in (2 * inner, inner))
+        both, activated = (np.empty((rows, size), np.float32) for size in (2 * inner, inner))
         out = np.zeros((rows, inner // 2), np.uint32)
-        apart(x, weight, activation, both, wanted, 3)
-        together(x, weight, activation, out, 3)
-        expected = rounded_rows(wanted, 3)
+        separate(x, weight, activation, both, activated, 3)
+        fused(x, weight, activation, out, 3)
+        expected = round_to_bf16(activated, 3)
         assert np.array_equal(out[1:], expected[1:])
         halves = torch.from_numpy(out[:1].view(np.int16)).view(torch.bfloat16)
         assert halves.isnan().all(), "NaN is lost"

@@ -1,4 +1,5 @@
-"""The screened head finds the most likely token with an int8 copy; all logits are the oracle."""
+"""The argmax of an LM head from an int8 copy of its weights (`ScreenedHead`) equals the argmax of
+all logits."""
 
 from __future__ import annotations
 
@@ -11,11 +12,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanoengine.kernels.cpu_argmax import LEAST_SLACK, MOST_SUM, SMALLEST, largest_of
-from nanoengine.kernels.cpu_linear import DOTS, PANEL
+from nanoengine.kernels.cpu_argmax import MAX_SUM, MIN_SLACK, SMALLEST, largest_of
+from nanoengine.kernels.cpu_linear import BF16_DOTS, PANEL
 from nanoengine.layers import packed
 from nanoengine.layers.cpu_quantized import CPUQuantizedLinear
-from nanoengine.layers.packed import MOST_ROWS, MOST_ROWS_OF_PAIRS, PackedLinear, ScreenedHead
+from nanoengine.layers.packed import MAX_ROWS, MAX_ROWS_OF_PAIRS, PackedLinear, PrunedArgmaxHead
 from nanoengine.layers.placement import place_buffers
 from nanoengine.runner.sampling.draw import argmax
 from tests.support.engines import checkpoint, greedy, make_engine, random_prompts, run, tokens
@@ -25,18 +26,18 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def _screen_small_heads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packed, "SCREENED_BYTES", 0)
+    monkeypatch.setattr(packed, "MIN_PRUNED_BYTES", 0)
 
 
-def head(weight: torch.Tensor) -> ScreenedHead:
+def head(weight: torch.Tensor) -> PrunedArgmaxHead:
     outputs, inputs = weight.shape
-    method = ScreenedHead("lm_head")
+    method = PrunedArgmaxHead("lm_head")
     method.create((outputs, inputs), torch.float32, CPU)
     method.load(weight)
     return method
 
 
-def copy_of(method: ScreenedHead) -> np.ndarray:
+def copy_of(method: PrunedArgmaxHead) -> np.ndarray:
     """The int8 copy times its scales, [N, K] float64; N is a multiple of 16."""
     outputs, inputs = method.shape
     pairs = method.values.view(len(method.values), -1, PANEL, 2)  # pairs of inputs, zero-padded
@@ -54,8 +55,9 @@ def masks_of(allowed: np.ndarray) -> np.ndarray:
     return np.packbits(whole, axis=1, bitorder="little").view(np.int32)
 
 
-def check(method: ScreenedHead, x: torch.Tensor) -> bool:
-    """Returns whether the screen found the tokens. If it did, they must equal the full argmax."""
+def check(method: PrunedArgmaxHead, x: torch.Tensor) -> bool:
+    """Returns whether the head found the tokens. If so, they must equal the argmax of all
+    outputs."""
     found = method.argmax(x)
     if found is None:
         return False
@@ -69,22 +71,22 @@ def check(method: ScreenedHead, x: torch.Tensor) -> bool:
 @pytest.mark.parametrize(("outputs", "inputs"), [(4096, 64), (1003, 130), (8208, 2100), (15, 8)])
 def test_the_largest_output_has_the_index_and_bits_of_all(outputs: int, inputs: int) -> None:
     method = head(normal(outputs, inputs))
-    found = [check(method, normal(rows, inputs, seed=rows)) for rows in (*range(10), MOST_ROWS)]
+    found = [check(method, normal(rows, inputs, seed=rows)) for rows in (*range(10), MAX_ROWS)]
     assert all(found) or (outputs, inputs) != (4096, 64), "too many panels were left"
     assert any(found[1:])
 
 
 @pytest.mark.parametrize("rounds", [False, True])
-def test_more_rows_are_searched_among_all_outputs(rounds: bool, monkeypatch) -> None:
-    method = ScreenedHead("lm_head", rounds_inputs=rounds)
+def test_with_many_rows_all_outputs_are_computed(rounds: bool, monkeypatch) -> None:
+    method = PrunedArgmaxHead("lm_head", rounds_inputs=rounds)
     method.create((4096, 64), torch.bfloat16, CPU)
     method.load(normal(4096, 64).bfloat16())
     screened = []
-    monkeypatch.setattr(packed.cpu_argmax, "largest_outputs", lambda *given: screened.append(given))
-    most = MOST_ROWS_OF_PAIRS if rounds and DOTS else MOST_ROWS
-    assert method.argmax(normal(most, 64)) is None and len(screened) == 1
-    assert check(method, normal(most + 1, 64)) and len(screened) == 1
-    assert method.argmax(normal(most + 1, 64), 30.0) is None, "which may make two outputs equal"
+    monkeypatch.setattr(packed.cpu_argmax, "largest_outputs", lambda *args: screened.append(args))
+    max_rows = MAX_ROWS_OF_PAIRS if rounds and BF16_DOTS else MAX_ROWS
+    assert method.argmax(normal(max_rows, 64)) is None and len(screened) == 1
+    assert check(method, normal(max_rows + 1, 64)) and len(screened) == 1
+    assert method.argmax(normal(max_rows + 1, 64), 30.0) is None, "a softcap may make outputs equal"
 
 
 @settings(max_examples=60, deadline=None)
@@ -92,7 +94,7 @@ def test_more_rows_are_searched_among_all_outputs(rounds: bool, monkeypatch) -> 
     st.integers(0, 2**32 - 1),
     st.sampled_from(["equal rows", "neighbours", "outliers", "scales", "sparse", "far from zero"]),
 )
-def test_no_weights_deceive_it(seed: int, kind: str) -> None:
+def test_the_argmax_is_exact_for_adversarial_weights(seed: int, kind: str) -> None:
     random = np.random.default_rng(seed)
     weight = random.standard_normal((4096, 40)).astype(np.float32)
     x = random.standard_normal((2, 40)).astype(np.float32)
@@ -103,7 +105,7 @@ def test_no_weights_deceive_it(seed: int, kind: str) -> None:
     elif kind == "neighbours":  # weights that differ only in the last bit
         weight[others] = weight[best]
         weight[others, random.integers(0, 40, 5)] *= np.float32(1 + 2**-23)
-    elif kind == "outliers":  # outliers in weights and inputs: most values of a row round to zero
+    elif kind == "outliers":  # in weights and inputs, so that most values of a row round to zero
         weight[others, random.integers(0, 40, 5)] *= 1e4
         x[:, random.integers(0, 40)] *= 1e3
     elif kind == "scales":
@@ -117,28 +119,28 @@ def test_no_weights_deceive_it(seed: int, kind: str) -> None:
 
 
 @pytest.mark.parametrize("softcap", [0.5, 5.0, 30.0])
-def test_a_softcap_that_makes_two_outputs_equal_is_seen(softcap: float) -> None:
-    """A clear maximum is found. Where rounding hides the maximum, all outputs are computed."""
+def test_all_outputs_are_computed_if_the_softcap_may_make_two_equal(softcap: float) -> None:
+    """A clear maximum is found. If rounding may hide the maximum, all outputs are computed."""
     weight, found = normal(4096, 40), 0
     x = normal(16, 40, seed=1) / 4
     method = head(weight.clone())
     for row in x:
-        bent = torch.tanh(method.apply(row[None], None) / softcap) * softcap
-        answer = method.argmax(row[None], softcap)
-        if answer is not None:
-            assert torch.equal(answer[0], argmax(bent)[0])
+        capped = torch.tanh(method.apply(row[None], None) / softcap) * softcap
+        result = method.argmax(row[None], softcap)
+        if result is not None:
+            assert torch.equal(result[0], argmax(capped)[0])
             found += 1
     assert found >= (12 if softcap > 1 else 0)
-    twin = weight.clone()
+    near_tie = weight.clone()
     best = (weight @ x[0]).argmax()
-    twin[best // 2] = weight[best] * (1 - 2**-22)  # an earlier output, smaller by a few roundings
-    method = head(twin)
+    near_tie[best // 2] = weight[best] * (1 - 2**-22)  # an earlier, slightly smaller output
+    method = head(near_tie)
     assert method.argmax(x[:1])[0] == best
     assert method.argmax(x[:1], softcap) is None
 
 
 @pytest.mark.parametrize("outputs", [4096, 1003, 15])
-def test_masks_leave_the_largest_of_what_they_allow(outputs: int) -> None:
+def test_masks_restrict_the_argmax_to_allowed_outputs(outputs: int) -> None:
     random, found = np.random.default_rng(outputs), []
     method = head(normal(outputs, 40))
     x = normal(6, 40, seed=outputs)
@@ -147,15 +149,15 @@ def test_masks_leave_the_largest_of_what_they_allow(outputs: int) -> None:
         allowed[0] = True
         allowed[1] = False
         allowed[2, outputs // 3 :] = False
-        got = method.argmax(x, masks=partial(masks_of, allowed))
-        if got is None:
+        result = method.argmax(x, masks=partial(masks_of, allowed))
+        if result is None:
             continue
         banned = torch.from_numpy(~allowed)
         ids, largest = argmax(method.apply(x, None).masked_fill(banned, -torch.inf))
-        assert torch.equal(got[1], largest)
-        there = largest.isfinite()
-        assert there.tolist()[:2] == [True, False]
-        assert torch.equal(got[0][there], ids[there])
+        assert torch.equal(result[1], largest)
+        has_output = largest.isfinite()
+        assert has_output.tolist()[:2] == [True, False]
+        assert torch.equal(result[0][has_output], ids[has_output])
         found.append(share)
     assert len(found) > 2, "too many panels were left"
 
@@ -186,11 +188,11 @@ def test_a_quantized_head_gives_the_largest_of_all_its_outputs(outputs: int, bit
     ids, largest = argmax(everything.masked_fill(torch.from_numpy(~allowed), -torch.inf)[kept])
     assert torch.equal(found[1], largest)
     assert torch.equal(found[0][1:], ids[1:])
-    assert method.argmax(x, softcap=30.0) is None, "which may make two outputs equal"
+    assert method.argmax(x, softcap=30.0) is None, "a softcap may make outputs equal"
 
 
 @pytest.mark.parametrize("workers", [1, 3])
-def test_the_largest_of_outputs_that_compare_oddly(workers: int) -> None:
+def test_the_argmax_orders_infinities_nans_and_equal_outputs(workers: int) -> None:
     outputs = torch.full((6, 100), -1.0)
     outputs[0] = -torch.inf
     outputs[1, [3, 50]] = torch.tensor([-0.0, 0.0])  # equal: the first one wins
@@ -213,26 +215,26 @@ def test_every_output_is_within_its_slack(seed: int, weight_size: float, x_size:
     method = head(torch.from_numpy(weight.copy()))
     estimate = copy_of(method) @ x[0].astype(float)
     distance = np.abs(estimate - weight.astype(float) @ x[0].astype(float))
-    reach = method.slack.numpy() * np.linalg.norm(x.astype(float))
-    assert (distance < reach).all()
-    assert (reach < 0.02 * np.linalg.norm(weight, axis=1) * np.linalg.norm(x)).all(), "too wide"
+    margin = method.slack.numpy() * np.linalg.norm(x.astype(float))
+    assert (distance < margin).all()
+    assert (margin < 0.02 * np.linalg.norm(weight, axis=1) * np.linalg.norm(x)).all(), "too wide"
 
 
-def test_no_slack_is_wider_than_its_worst_input() -> None:
+def test_the_slack_is_tight_for_the_worst_input() -> None:
     """The slack is tight: an input parallel to an output's error nearly reaches it."""
     weight = normal(64, 333)
     method = head(weight.clone())
     errors = weight.double().numpy() - copy_of(method)
     worst = errors.astype(np.float32)
     distance = np.abs(np.sum(errors * worst, axis=1))
-    reach = method.slack.double().numpy() * np.linalg.norm(worst.astype(float), axis=1)
-    assert (distance < reach).all()
-    assert (distance > 0.95 * reach).all(), "the rest is for rounding, of inputs and of sums"
-    check(method, torch.from_numpy(worst[:MOST_ROWS]))
+    margin = method.slack.double().numpy() * np.linalg.norm(worst.astype(float), axis=1)
+    assert (distance < margin).all()
+    assert (distance > 0.95 * margin).all(), "the rest covers rounding of inputs and sums"
+    check(method, torch.from_numpy(worst[:MAX_ROWS]))
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf, 1e30, -1e30])
-def test_weights_beyond_measure_are_always_looked_at(value: float) -> None:
+def test_outputs_with_unbounded_weights_are_always_computed(value: float) -> None:
     weight = normal(4096, 64)
     weight[1234, 5] = value
     method = head(weight)
@@ -242,7 +244,7 @@ def test_weights_beyond_measure_are_always_looked_at(value: float) -> None:
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, 1e20, 0.0, 1e-20])
-def test_inputs_beyond_measure_take_all_outputs(value: float) -> None:
+def test_unbounded_inputs_need_all_outputs(value: float) -> None:
     method = head(normal(4096, 64))
     x = normal(3, 64)
     x[1] = value
@@ -250,7 +252,7 @@ def test_inputs_beyond_measure_take_all_outputs(value: float) -> None:
     assert check(method, x[::2])
 
 
-def test_inputs_too_far_apart_for_16_bits_take_all_outputs() -> None:
+def test_inputs_with_too_wide_a_range_need_all_outputs() -> None:
     method = head(normal(4096, 1024))
     x = torch.full((1, 1024), 0.49)
     x[0, 7] = 32000.0  # the scale becomes 1, so all other inputs round to 0
@@ -259,22 +261,23 @@ def test_inputs_too_far_apart_for_16_bits_take_all_outputs() -> None:
     assert check(method, x)
 
 
-def test_small_numbers_stay_normal_where_processors_flush_the_others_to_zero() -> None:
-    """With `torch.set_flush_denormal`, no estimate becomes 0 and K lost products fit the slack."""
-    least_normal = 2.0**-126
-    least_unit = SMALLEST / (32000 * MOST_SUM) ** 0.5  # the smallest scale of inputs with that norm
-    least_factor = SMALLEST / 127 * least_unit
-    assert least_factor > 10 * least_normal
-    least_reach = LEAST_SLACK * SMALLEST
-    assert least_reach > 2**18 * least_normal
+def test_estimates_stay_normal_if_the_cpu_flushes_subnormals_to_zero() -> None:
+    """With `torch.set_flush_denormal` no estimate becomes 0, and the slack covers K products that
+    do."""
+    min_normal = 2.0**-126
+    min_unit = SMALLEST / (32000 * MAX_SUM) ** 0.5  # the smallest scale of inputs with that norm
+    min_factor = SMALLEST / 127 * min_unit
+    assert min_factor > 10 * min_normal
+    min_margin = MIN_SLACK * SMALLEST
+    assert min_margin > 2**18 * min_normal
 
 
-def test_where_all_outputs_are_alike_all_are_computed() -> None:
+def test_equal_outputs_are_all_computed() -> None:
     assert head(normal(1, 64).expand(4096, 64).clone()).argmax(normal(1, 64)) is None
 
 
-def test_a_tight_slack_is_what_keeps_it_right() -> None:
-    """A check of the tests: without slack, the int8 copy alone decides and makes errors."""
+def test_without_slack_the_argmax_makes_errors() -> None:
+    """A check of the other tests: without slack only the int8 copy decides, and makes errors."""
     method = head(normal(4096, 64))
     x = normal(200, 64, seed=1)
     expected = argmax(method.apply(x, None))[0]
@@ -283,35 +286,35 @@ def test_a_tight_slack_is_what_keeps_it_right() -> None:
     assert 0 < (ids != expected).sum() < 50
 
 
-def test_buffers_that_move_take_the_copy_along() -> None:
-    """Every loaded model moves its buffers. An array over the old memory would keep two copies."""
+def test_moved_buffers_are_read_at_their_new_address() -> None:
+    """Loading a model moves its buffers. An array over the old memory would keep a second copy."""
     method, x = head(normal(4096, 64)), normal(1, 64)
     place_buffers(method)
     assert check(method, x)
     method.slack.fill_(torch.inf)
-    assert method.argmax(x) is None, "a slack was read that is not the buffer's"
+    assert method.argmax(x) is None, "the slack was not read from the buffer"
 
 
-def test_an_engine_takes_it_for_greedy_lines_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_uses_it_only_for_greedy_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     """Greedy tokens need no logits. Every other sampling option makes the engine compute them."""
     calls: list[str] = []
     for name in ("apply", "argmax"):
-        original = getattr(ScreenedHead, name)
+        original = getattr(PrunedArgmaxHead, name)
 
-        def noted(self, *args, original=original, name=name):
+        def recorded(self, *args, original=original, name=name):
             calls.append(name)
             return original(self, *args)
 
-        monkeypatch.setattr(ScreenedHead, name, noted)
+        monkeypatch.setattr(PrunedArgmaxHead, name, recorded)
     directory = checkpoint("qwen3", vocab_size=4096)
     prompts, options = random_prompts(3, (9, 12)), {"attention_backend": "cpu", "dtype": "float32"}
     plain = greedy(6)
     engine = make_engine(directory, **options)
     expected = tokens(run(engine, prompts, plain))
     assert set(calls) == {"argmax"}
-    for wish in ({"logprobs": 1}, {"logit_bias": {3: 0.0}}, {"temperature": 1.0, "top_k": 1}):
+    for change in ({"logprobs": 1}, {"logit_bias": {3: 0.0}}, {"temperature": 1.0, "top_k": 1}):
         calls.clear()
-        assert tokens(run(engine, prompts, replace(plain, **wish))) == expected, wish
-        assert set(calls) == {"apply"}, wish
-    monkeypatch.setattr(packed, "ScreenedHead", PackedLinear)
+        assert tokens(run(engine, prompts, replace(plain, **change))) == expected, change
+        assert set(calls) == {"apply"}, change
+    monkeypatch.setattr(packed, "PrunedArgmaxHead", PackedLinear)
     assert tokens(run(make_engine(directory, **options), prompts, plain)) == expected

@@ -1,4 +1,4 @@
-"""Group-wise quantized linear layers against the plain layer: all formats, rows and partitions."""
+"""Group-wise quantized linear layers equal the plain layer: all formats, rows and partitions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from nanoengine.checkpoint.quantization import Quantization
 from nanoengine.kernels.cpu_groupwise import PARTS
 from nanoengine.kernels.cpu_quantized import quantize_groups
 from nanoengine.kernels.int8_gemm import UNIT
-from nanoengine.layers.cpu_quantized import CPUQuantizedLinear, CPUWeightOnlyLinear, kind_for
+from nanoengine.layers.cpu_quantized import CPUQuantizedLinear, CPUWeightOnlyLinear, linear_factory
 from nanoengine.layers.groupwise_panels import layout_of
 from nanoengine.layers.quantized import QuantizedLinear, quantize_activations
 from nanoengine.layers.quantized_weight import QuantizedWeight, quantize
@@ -27,11 +27,11 @@ def loaded(kind, weights: list[QuantizedWeight], activations: str = "int8", orde
         "layer", bits=weights[0].bits, group_size=weights[0].group_size, activations=activations
     )
     method.create((outputs, weights[0].values.shape[1]), torch.float32, CPU)
-    first, given = 0, []
+    first, rows = 0, []
     for weight in weights:
-        given.append((weight, first))
+        rows.append((weight, first))
         first += len(weight.values)
-    for weight, first in given[::order]:
+    for weight, first in rows[::order]:
         method.load_quantized(weight, first)
     return method
 
@@ -106,7 +106,7 @@ def test_an_outlier_costs_the_other_inputs_no_precision(kind, name):
 @pytest.mark.parametrize(
     ("name", "inputs"), [("Q8_0", 96), ("Q4_0", 896), ("Q4_0", 32), ("Q8_0", 16)]
 )
-def test_a_block_need_not_be_whole(name, inputs):
+def test_the_last_block_may_be_partial(name, inputs):
     weight = make_weight(name, 32, inputs, size=min(inputs, 32))
     plain, fast = (loaded(kind, [weight]) for kind in (QuantizedLinear, CPUQuantizedLinear))
     x = inputs_of(9, inputs)
@@ -114,7 +114,7 @@ def test_a_block_need_not_be_whole(name, inputs):
 
 
 @pytest.mark.parametrize(("name", "inputs"), [("Q8_0", 2144), ("Q6_K", 2304), ("Q5_1", 1056)])
-def test_long_rows_become_floats_in_pieces(name, inputs):
+def test_long_rows_are_dequantized_in_pieces(name, inputs):
     weight = make_weight(name, 50, inputs)
     exact, x = loaded(CPUQuantizedLinear, [weight], "float"), inputs_of(9, inputs)
     whole = exact.apply(x, torch.ones(50))
@@ -124,7 +124,7 @@ def test_long_rows_become_floats_in_pieces(name, inputs):
 
 @pytest.mark.parametrize("bits", [4, 5, 6])
 @pytest.mark.parametrize("inputs", [64, 512, 576, 896])
-def test_weights_made_at_load_are_packed_as_they_are(inputs, bits):
+def test_weights_quantized_at_load_are_packed_exactly(inputs, bits):
     old, new = torch.randn(2, 50, inputs, generator=torch.Generator().manual_seed(2))
     weight, ids = quantize(old * 1e-7, bits, 32), torch.arange(50)  # scales too small for float16
     fast = loaded(CPUQuantizedLinear, [weight], "float")
@@ -139,15 +139,15 @@ def test_weights_made_at_load_are_packed_as_they_are(inputs, bits):
         rows = quantize(new[first:last], bits, 32)
         fast.replace(rows, first)
         expected[first:last] = rows.dequantized()
-        assert torch.equal(fast.rows(ids), expected), "rows beside them changed"
+        assert torch.equal(fast.rows(ids), expected), "adjacent rows changed"
 
 
-def test_weights_of_few_bits_made_at_load_lie_in_panels_of_groups():
-    kind = kind_for(Quantization(bits=4, activations="float"))
-    made = {
+def test_4_bit_weights_quantized_at_load_use_groupwise_panels():
+    kind = linear_factory(Quantization(bits=4, activations="float"))
+    classes = {
         bits: type(kind("layer", bits=bits, group_size=32, activations="float")) for bits in (4, 8)
     }
-    assert made == {4: CPUQuantizedLinear, 8: CPUWeightOnlyLinear}
+    assert classes == {4: CPUQuantizedLinear, 8: CPUWeightOnlyLinear}
 
 
 @pytest.mark.parametrize("order", [1, -1])
@@ -184,7 +184,7 @@ def test_rows_may_differ_in_form(rows, names, parts, activations, order):
     assert torch.equal(fast.rows(ids), expected)
 
 
-def test_what_has_no_form_is_computed_in_plain_torch():
+def test_weights_without_a_kernel_form_are_computed_in_plain_torch():
     weight = make_weight("Q4_0", 32, 64, size=8)
     assert layout_of(weight) is None
     fast, plain = loaded(CPUQuantizedLinear, [weight]), loaded(QuantizedLinear, [weight])

@@ -1,4 +1,4 @@
-"""CPU kernels of linear layers, norms, activations and RoPE against plain torch in float64."""
+"""CPU kernels of linear layers, norms, activations and RoPE equal plain torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from nanoengine.attention import make_backend
 from nanoengine.attention.base import HeadNormWeights, rotate
 from nanoengine.kernels import cpu_decoder
-from nanoengine.kernels.jit import stamp
+from nanoengine.kernels.jit import source_digest
 from nanoengine.layers.cpu_quantized import CPUQuantizedLinear
 from nanoengine.layers.kernels import GATES, Kernels
 from nanoengine.layers.packed import PackedLinear
@@ -41,7 +41,7 @@ def packed(num_outputs: int, num_inputs: int) -> tuple[PackedLinear, torch.Tenso
     method.create((num_outputs, num_inputs), torch.float32, CPU)
     half = num_outputs // 2
     method.load(weight[:half])
-    assert not method.is_packed, "packed before its last rows came"
+    assert not method.is_packed, "packed before its last rows were loaded"
     method.load(weight[half:], half)
     return method, weight
 
@@ -152,14 +152,14 @@ def quantized_pair(outputs: int, inputs: int) -> tuple[QuantizedLinear, Quantize
     values = torch.randint(-128, 128, (outputs, inputs), generator=generator).to(torch.int8)
     scales = (0.5 + torch.rand(outputs, 1, generator=generator)).half().float() / 64
     weight = QuantizedWeight(values=values, scales=scales, bits=8, group_size=inputs)
-    made = []
+    methods = []
     for kind in (QuantizedLinear, CPUQuantizedLinear):
         method = kind("layer", bits=8, group_size=inputs, activations="int8")
         method.create((outputs, inputs), torch.float32, CPU)
         method.load_quantized(weight)
-        made.append(method)
-    assert made[1].is_packed
-    return made[0], made[1]
+        methods.append(method)
+    assert methods[1].is_packed
+    return methods[0], methods[1]
 
 
 @pytest.mark.parametrize(("outputs", "inputs"), [(64, 640), (50, 72)])
@@ -187,15 +187,15 @@ def test_an_extreme_dot_product_is_exact():
     assert (fast.apply(x, None) == -127 * 127 * 64).all()
 
 
-def test_weights_lie_side_by_side_in_one_array(tmp_path):
+def test_weights_are_contiguous_in_one_array(tmp_path):
     make_checkpoint(tmp_path, "qwen3")
     for quantization in (None, "int8", "int4_weight_only"):
         engine = make_engine(str(tmp_path), attention_backend="cpu", quantization=quantization)
         model = engine.executor.model
         for tensors in (list(model.parameters()), list(model.buffers())):
-            places = sorted((t.data_ptr(), t.nbytes) for t in tensors if t is not None)
-            assert all(at % 64 == 0 for at, _ in places)
-            gaps = [b - a - size for (a, size), (b, _) in itertools.pairwise(places)]
+            addresses = sorted((t.data_ptr(), t.nbytes) for t in tensors if t is not None)
+            assert all(at % 64 == 0 for at, _ in addresses)
+            gaps = [b - a - size for (a, size), (b, _) in itertools.pairwise(addresses)]
             assert all(0 <= gap < 64 for gap in gaps)
         engine.close()
 
@@ -227,11 +227,11 @@ def test_kernels_share_torchs_threads(dtype):
 
 @pytest.mark.guards("nanoengine/kernels/threads.py", "nanoengine/kernels/pool.py")
 @pytest.mark.parametrize("bound", [{}, {"OMP_PROC_BIND": "true"}, {"OMP_PLACES": "cores"}])
-def test_threads_that_are_bound_to_cores_are_as_many_as_others(bound):
+def test_binding_threads_to_cores_does_not_change_their_number(bound):
     """OpenMP then binds torch's main thread to one core, which must not limit the worker count."""
     code = (
-        "import torch; from nanoengine.kernels.threads import num_workers, why_so_many;"
-        "print(torch.get_num_threads(), num_workers(), why_so_many())"
+        "import torch; from nanoengine.kernels.threads import num_workers, thread_reason;"
+        "print(torch.get_num_threads(), num_workers(), thread_reason())"
     )
     done = subprocess.run(
         [sys.executable, "-c", code],
@@ -243,13 +243,13 @@ def test_threads_that_are_bound_to_cores_are_as_many_as_others(bound):
     assert done.stdout == "2 2 OMP_NUM_THREADS=2\n", done.stderr
 
 
-def test_compiled_code_is_kept_until_a_source_of_its_room_changes(tmp_path):
+def test_compiled_code_is_valid_until_a_source_of_its_package_changes(tmp_path):
     """A kernel contains the code of the kernels it calls, including those from other files."""
-    room = Path(cpu_decoder.__file__).parent
-    kept = stamp(room)
-    for path in room.glob("*.py"):
+    directory = Path(cpu_decoder.__file__).parent
+    digest = source_digest(directory)
+    for path in directory.glob("*.py"):
         (tmp_path / path.name).write_bytes(path.read_bytes())
-    assert stamp.__wrapped__(tmp_path) == kept
+    assert source_digest.__wrapped__(tmp_path) == digest
     changed = tmp_path / "cpu_attention.py"
     changed.write_text(changed.read_text() + "\n")
-    assert stamp.__wrapped__(tmp_path) != kept
+    assert source_digest.__wrapped__(tmp_path) != digest

@@ -1,7 +1,7 @@
-"""Register tiles of linear layers under every instruction set that this CPU supports: equal bits.
+"""Register tiles of linear layers give equal bits under every instruction set of this CPU.
 
 Generic tiles run on any CPU, even with vectors wider than its own. Tiles that need an unsupported
-instruction are skipped explicitly.
+instruction are skipped.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ def stored(kind: str) -> tuple[np.ndarray, np.ndarray]:
 def product(isa, kind: str, rows: int, panels: int, x: np.ndarray = X) -> np.ndarray:
     """x times the panels plus a bias, by one tile; [rows, panels * 16]."""
     weight, _ = stored(kind)
-    turns = INPUTS if kind == "float32" else INPUTS // 2
+    steps = INPUTS if kind == "float32" else INPUTS // 2
     out = np.zeros((rows, panels * PANEL), np.float32)
     function = Compiled(lambda module: float_tile(module, isa, kind, rows, panels))
     stride = x.itemsize // 4 * x.shape[1]
-    function(x, stride, weight, weight[0].nbytes, turns, BIAS, 0, out, panels * PANEL, 0, 0)
+    function(x, stride, weight, weight[0].nbytes, steps, BIAS, 0, out, panels * PANEL, 0, 0)
     return out
 
 
@@ -77,7 +77,7 @@ def expected(request):
 
 
 # Why not all: float tiles depend on these properties only.
-DISTINCT = {(isa.vector_bits, isa.registers, isa.halves): isa.name for isa in ISAS}
+DISTINCT = {(isa.vector_bits, isa.registers, isa.has_fp16): isa.name for isa in ISAS}
 
 
 @pytest.mark.parametrize("name", DISTINCT.values())
@@ -100,8 +100,8 @@ def test_products_of_pairs_equal_those_of_rounded_inputs(name):
     bits = (rounded.view(np.uint32) >> 16).reshape(ROWS, INPUTS // 2, 2)
     pairs = np.ascontiguousarray(bits[:, :, 0] << 16 | bits[:, :, 1])
     for rows, panels in tile_shapes(isa):
-        twin = product(isa, "bfloat16", rows, panels, rounded)
-        np.testing.assert_array_equal(product(isa, "pairs", rows, panels, pairs), twin)
+        reference = product(isa, "bfloat16", rows, panels, rounded)
+        np.testing.assert_array_equal(product(isa, "pairs", rows, panels, pairs), reference)
 
 
 def test_the_largest_tile_leaves_registers_for_weights():

@@ -1,4 +1,4 @@
-"""Attention and a model under each instruction set that this CPU supports: equal bits and tokens.
+"""Attention and a model give equal bits and tokens under each instruction set of this CPU.
 
 Tiles have their own tests. These tests cover the kernels built from tiles, as a model calls them.
 Each instruction set runs in its own process, which prints the results of the same computation.
@@ -49,7 +49,7 @@ KINDS = (
 LENGTHS = [(1, 1), (1, 17), (1, 600), (4, 70), (33, 33), (40, 300)]  # decodes, a draft, chunks
 
 
-def numbers(directory: str) -> tuple[dict[str, Any], dict[str, list[list[float]]]]:
+def results(directory: str) -> tuple[dict[str, Any], dict[str, list[list[float]]]]:
     """Under this process's instruction set: the tokens and log-probabilities per model format, and
     the bits of attention."""
     found: dict[str, Any] = {}
@@ -64,13 +64,13 @@ def numbers(directory: str) -> tuple[dict[str, Any], dict[str, list[list[float]]
     }
     for name, form in FORMS.items():
         with LLM(directory, device="cpu", skip_tokenizer_init=True, **sizes, **form) as llm:
-            results = [
+            outputs = [
                 output.outputs[0] for output in llm.generate(prompts, params, use_tqdm=False)
             ]
-        found[f"{name}, tokens"] = [list(result.token_ids) for result in results]
+        found[f"{name}, tokens"] = [list(result.token_ids) for result in outputs]
         logprobs[name] = [
-            [of_token[token].logprob for token, of_token in zip(*one, strict=True)]
-            for one in ((result.token_ids, result.logprobs) for result in results)
+            [by_token[token].logprob for token, by_token in zip(*pair, strict=True)]
+            for pair in ((result.token_ids, result.logprobs) for result in outputs)
         ]
     for dtype, kv_dtype in KINDS:
         paged = Paged(lengths=LENGTHS, dtype=torch.float32, kv_dtype=kv_dtype)
@@ -94,23 +94,23 @@ FIRST = "avx2" if "avx2" in OTHERS else "generic_512"
 @pytest.mark.parametrize(
     "name", [FIRST] + [pytest.param(n, marks=pytest.mark.soak) for n in OTHERS if n != FIRST]
 )
-def test_a_model_computes_the_same(name):
+def test_a_model_has_the_same_results_under_another_instruction_set(name):
     directory = checkpoint("qwen3")
     code = f"from nanoengine.kernels import isa; isa.use({name!r});"
-    code += "import json, sys; from tests.kernels.test_instruction_sets import numbers;"
-    code += "print(json.dumps(numbers(sys.argv[1])))"
+    code += "import json, sys; from tests.kernels.test_instruction_sets import results;"
+    code += "print(json.dumps(results(sys.argv[1])))"
     done = subprocess.run(
         [sys.executable, "-c", code, directory],
         capture_output=True, text=True, check=False, cwd=ROOT,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     (found, logprobs), (expected, expected_logprobs) = (
-        json.loads(done.stdout.splitlines()[-1]), numbers(directory),
+        json.loads(done.stdout.splitlines()[-1]), results(directory),
     )  # fmt: skip
     assert found == expected
     for form, of_form in expected_logprobs.items():
         # Why not equal bits: the compiler may reorder the sums of norms. An activation between two
         # integers may then round to the other one in int8, which changed a log-probability by
         # 0.008. The tests above show that quantizers and products are equal.
-        most = 1e-5 if form == "float32" else 0.02
-        torch.testing.assert_close(logprobs[form], of_form, rtol=0, atol=most)
+        tolerance = 1e-5 if form == "float32" else 0.02
+        torch.testing.assert_close(logprobs[form], of_form, rtol=0, atol=tolerance)

@@ -1,4 +1,4 @@
-"""Integer tiles under every instruction set that this CPU supports: exact, and equal bits."""
+"""Integer tiles are exact under every instruction set that this CPU supports."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 
 from nanoengine.kernels.code_tables import GROUP
 from nanoengine.kernels.gemm import PANEL
-from nanoengine.kernels.int8_gemm import OF_GROUP, shapes8, shapes16, tile8, tile16
+from nanoengine.kernels.int8_gemm import GROUP_INTS, shapes8, shapes16, tile8, tile16
 from nanoengine.kernels.isa import ISAS
 from tests.support.tile_functions import Compiled, runnable
 
@@ -26,7 +26,7 @@ X[0], X[1] = 127, np.where(np.arange(INPUTS) % 2, -127, 127)  # the largest poss
 X_SCALES, BIAS = (RANDOM.random(n).astype(np.float32) for n in ((ROWS, GROUPS), 64))
 W_SCALES = RANDOM.integers(0x3800, 0x3F80, (GROUPS, 64)).astype(np.int16)  # bits of bfloat16
 # Integer tiles depend on these four properties only.
-DISTINCT = {(isa.byte_dots, isa.byte_bits, isa.registers, isa.halves): isa.name for isa in ISAS}
+DISTINCT = {(isa.byte_dots, isa.byte_bits, isa.registers, isa.has_fp16): isa.name for isa in ISAS}
 
 
 def scaled(exact: np.ndarray, rows: int, panels: int) -> np.ndarray:
@@ -44,20 +44,20 @@ def scaled(exact: np.ndarray, rows: int, panels: int) -> np.ndarray:
     return total
 
 
-def by_panel(weight: np.ndarray, of_line: int) -> np.ndarray:
+def by_panel(weight: np.ndarray, per_line: int) -> np.ndarray:
     """[outputs, inputs] -> [panels, lines, 16 outputs, inputs per line]."""
-    return weight.reshape(PANELS, PANEL, -1, of_line).transpose(0, 2, 1, 3)
+    return weight.reshape(PANELS, PANEL, -1, per_line).transpose(0, 2, 1, 3)
 
 
 @pytest.mark.parametrize("name", DISTINCT.values())
-def test_int8(name):
+def test_int8_tiles_are_exact(name):
     isa = runnable(name)
     weight = RANDOM.integers(-128, 128, (PANELS * PANEL, INPUTS)).astype(np.int8)
     weight[0], weight[1] = -128, 127
     grouped, weights = X.reshape(ROWS, GROUPS, -1), weight.reshape(len(weight), GROUPS, -1)
     exact = np.einsum("rgk,ngk->grn", grouped.astype(np.int64), weights.astype(np.int64))
     w = np.ascontiguousarray(by_panel(weight, 4))
-    numbers = np.zeros((ROWS, GROUPS, OF_GROUP), np.int32)
+    numbers = np.zeros((ROWS, GROUPS, GROUP_INTS), np.int32)
     numbers[:, :, 0], numbers[:, :, -1] = -8 * grouped.sum(2, np.int32), X_SCALES.view(np.int32)
     w_scales = np.ascontiguousarray(W_SCALES.reshape(GROUPS, PANELS, PANEL).swapaxes(0, 1))
     for rows, panels in shapes8(isa):
@@ -68,7 +68,7 @@ def test_int8(name):
 
 
 @pytest.mark.parametrize("name", DISTINCT.values())
-def test_int16(name):
+def test_int16_tiles_are_exact(name):
     isa = runnable(name)
     x = RANDOM.integers(-32000, 32001, (ROWS, INPUTS)).astype(np.int16)
     weight = RANDOM.integers(-127, 128, (PANELS * PANEL, INPUTS)).astype(np.int8)

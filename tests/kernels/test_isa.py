@@ -17,17 +17,17 @@ from nanoengine.kernels.isa import (
     ALL,
     CURRENT,
     ISAS,
+    adapt_to_llvm,
     choose,
     cpu_features,
-    of_compiler,
     target_features,
 )
 from nanoengine.runner.model_runner import ModelRunner
 from nanoengine.runner.options import RunnerOptions
 from nanoengine.settings.config import EngineConfig
 
-# Each is a process that loads torch.
-OF_ITS_OWN = pytest.mark.guards(
+# Tests that start a process, which loads torch.
+SUBPROCESS = pytest.mark.guards(
     "nanoengine/kernels/isa.py",
     "nanoengine/kernels/jit.py",
     "nanoengine/runner/options.py",
@@ -59,42 +59,42 @@ def python(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
         (ZEN3 - {"fma"}, "generic"), (SKYLAKE_SERVER - {"avx512bw"}, "avx2"),
     ],
 )  # fmt: skip
-def test_a_cpu_gets_the_best_that_it_has(features, name):
+def test_a_cpu_gets_its_best_instruction_set(features, name):
     assert choose(None, features).name == name
 
 
-def test_a_lesser_one_may_be_asked_for_and_none_that_the_cpu_lacks():
+def test_a_smaller_instruction_set_can_be_chosen_but_not_a_missing_one():
     for name in ("avx512_vnni", "avx512", "avx2_vnni", "avx2", "generic", "generic_512"):
         assert choose(name, ZEN5).name == name
-    with pytest.raises(ConfigError, match=r"'avx512' is more than .* avx2, generic, generic_256"):
+    with pytest.raises(ConfigError, match=r"'avx512' is not .* CPU: use one of avx2, generic, gen"):
         choose("avx512", ZEN3)
     with pytest.raises(ConfigError, match=r"got 'axv2'; did you mean 'avx2'\?"):
         choose("axv2", ZEN5)
 
 
-def test_the_compiler_keeps_to_the_one_asked_for():
+def test_the_compiler_uses_only_the_chosen_instruction_set():
     assert target_features(choose("avx2", ZEN5)) == "+avx2,+f16c,+fma"
     assert target_features(choose("neon", {"aarch64"})) == ""
 
 
-def test_a_compiler_without_vnni_gets_the_best_kernels_without():
+def test_a_compiler_without_vnni_gets_the_best_kernels_without_vnni():
     """LLVM 20, of numba 0.65, aborts the process when it compiles the kernels' `vpdpbusd`."""
     (with_bf16,) = (isa for isa in ALL if isa.name == "avx512_bf16")
-    assert of_compiler(with_bf16, (22, 1, 0)) is with_bf16
-    without = of_compiler(with_bf16, (20, 1, 8))
+    assert adapt_to_llvm(with_bf16, (22, 1, 0)) is with_bf16
+    without = adapt_to_llvm(with_bf16, (20, 1, 8))
     assert (without.byte_dots, without.byte_bits) == ("vpmaddubsw", 256)
     assert (without.name, without.bf16_dots) == ("avx512_bf16", "vdpbf16ps")
     assert "numba 0.66 or later" in str(without) and "numba" not in str(with_bf16)
     for isa in ALL:
-        assert of_compiler(isa, (20, 1, 8)).byte_dots != "vpdpbusd"
+        assert adapt_to_llvm(isa, (20, 1, 8)).byte_dots != "vpdpbusd"
         assert "numba" not in str(isa)
 
 
 LACKING = {isa.name for isa in ISAS if not set(isa.needs) <= cpu_features()}
 
 
-@OF_ITS_OWN
-def test_an_engine_computes_with_the_one_it_is_given():
+@SUBPROCESS
+def test_an_engine_uses_the_chosen_instruction_set():
     code = (
         "from nanoengine import LLM\n"
         "from nanoengine.assets import demo_model_path\n"
@@ -107,21 +107,21 @@ def test_an_engine_computes_with_the_one_it_is_given():
     assert done.stdout.split() == ["generic_512"] * 3, done.stderr
 
 
-def test_an_engine_is_refused_one_that_is_not_this_process_s():
+def test_a_second_engine_cannot_choose_another_instruction_set():
     """Kernels are compiled once per process, so a second engine cannot choose another set."""
-    with pytest.raises(ConfigError, match=f"'generic_256': .* are written for '{CURRENT.name}'"):
+    with pytest.raises(ConfigError, match=f"'generic_256': .* are compiled for '{CURRENT.name}'"):
         LLM(demo_model_path(), cpu_isa="generic_256")
     assert CURRENT.name != "generic_256"
 
 
 @pytest.mark.parametrize("name", ["neon" if "neon" in LACKING else "avx2", "sse9"])
-def test_an_engine_is_refused_one_that_its_cpu_lacks(name):
+def test_an_engine_rejects_an_instruction_set_that_the_cpu_lacks(name):
     with pytest.raises(ConfigError, match=f"cpu_isa.*'{name}'"):
         LLM(demo_model_path(), cpu_isa=name)
 
 
-@OF_ITS_OWN
-def test_a_rank_obeys_too():
+@SUBPROCESS
+def test_a_rank_uses_the_chosen_instruction_set():
     """A rank builds its runner only from the settings that it receives."""
     config, cpu = EngineConfig(model="any", cpu_isa="sse9"), torch.device("cpu")
     options = RunnerOptions(
@@ -132,12 +132,12 @@ def test_a_rank_obeys_too():
         ModelRunner(options)
 
 
-@OF_ITS_OWN
-def test_code_for_two_instruction_sets_is_kept_side_by_side(tmp_path):
+@SUBPROCESS
+def test_code_for_two_instruction_sets_is_cached_separately(tmp_path):
     """Otherwise each change of the instruction set would compile all kernels again."""
     code = (
         "import numpy as np; from nanoengine.kernels import isa; isa.use({isa!r});"
-        "from nanoengine.kernels.cpu_linear import rounded_rows as kernel;"
+        "from nanoengine.kernels.cpu_linear import round_to_bf16 as kernel;"
         "a = np.ones((1, 4), np.float32); kernel(a, 1);"
         "print(sum(kernel.stats.cache_hits.values()))"
     )
@@ -148,22 +148,22 @@ def test_code_for_two_instruction_sets_is_kept_side_by_side(tmp_path):
     assert hits == ["0", "0", "1", "1"]
 
 
-def test_info_shows_it():
+def test_info_shows_the_instruction_set():
     _, current, choice = device_lines(torch.device("cpu"))
     assert current == f"kernels for {CURRENT}"
     assert choice.startswith("cpu_isa may be ") and choice.endswith("generic_256, generic_512")
     assert f" {CURRENT.name}, " in choice and not set(choice.split(", ")) & LACKING
 
 
-def test_info_says_how_many_threads_and_why(monkeypatch):
+def test_info_shows_the_number_of_threads_and_its_reason(monkeypatch):
     cpu = torch.device("cpu")
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1, 5}, raising=False)
-    assert "2 threads (torch's choice, of 3 cores" in next(device_lines(cpu))
+    assert "2 threads (torch's default for 3 available cores;" in next(device_lines(cpu))
     with monkeypatch.context() as quota:
         quota.setattr("nanoengine.settings.cores.cpu_quota", lambda _: 1.5)
         quota.setattr("nanoengine.kernels.threads.cpu_quota", lambda: 1.5)
-        assert "2 threads (the quota of its control group is 1.5 cores;" in next(device_lines(cpu))
+        assert "2 threads (the control group's quota of 1.5 cores;" in next(device_lines(cpu))
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     assert "2 threads (OMP_NUM_THREADS=2)" in next(device_lines(cpu))

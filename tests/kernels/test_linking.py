@@ -16,7 +16,7 @@ from numba.core.runtime import rtsys
 from nanoengine.kernels import linking
 from nanoengine.kernels.argument_table import ArgumentTable, table_entry
 from nanoengine.kernels.arrays import empty
-from nanoengine.kernels.linking import Kernel, Part
+from nanoengine.kernels.linking import InlineFunction, Kernel
 
 X, LENGTHS, SUMS = np.arange(12.0).reshape(3, 4), np.array([1, 3, 4]), [0.0, 15.0, 38.0]
 
@@ -56,31 +56,31 @@ def test_slices_of_arguments_are_not_counted(monkeypatch):
     assert counts_references()
 
 
-@pytest.mark.parametrize("kind", [Kernel, Part])
-def test_what_was_lent_outlives_the_call_and_is_freed_once(kind, counted_memory):
+@pytest.mark.parametrize("kind", [Kernel, InlineFunction])
+def test_borrowed_arrays_outlive_the_call_and_are_freed_once(kind, counted_memory):
     callee = kind(add_rows, options(inner=True))
 
-    def made(x, lengths, turns):
-        kept = empty((turns, len(x)), np.float64)
-        for turn in range(turns):
+    def call_often(x, lengths, count):
+        results = empty((count, len(x)), np.float64)
+        for i in range(count):
             out = empty((len(x),), np.float64)
             out[:] = 0
             callee(x, lengths, out)
-            kept[turn] = out
-        return kept
+            results[i] = out
+        return results
 
-    caller = Kernel(made, options())
+    caller = Kernel(call_often, options())
     assert caller(X, LENGTHS, 1).tolist() == [SUMS]
     before = rtsys.get_allocation_stats()
-    for turns in range(2, 50):
-        assert caller(X, LENGTHS, turns).tolist() == [SUMS] * turns
+    for count in range(2, 50):
+        assert caller(X, LENGTHS, count).tolist() == [SUMS] * count
     after = rtsys.get_allocation_stats()
     assert after.alloc > before.alloc + 1000
     assert after.alloc - before.alloc == after.free - before.free
 
 
-def of_layer(number: int) -> tuple[Any, ...]:
-    """One value of each type that the layers of a model pass."""
+def layer_arguments(number: int) -> tuple[Any, ...]:
+    """One value of each type that a model's layers pass to kernels."""
     return (
         (X + number, (LENGTHS.astype(np.uint16), np.empty(0, np.uint8))),
         number,
@@ -90,14 +90,14 @@ def of_layer(number: int) -> tuple[Any, ...]:
     )
 
 
-def test_held_arguments_are_those_that_were_given():
+def test_an_argument_table_returns_its_entries():
     @numba.njit
     def entry(table, i):
         (x, (lengths, none)), number, quarter, (odd, real, nothing), cache = table_entry(table, i)
         sizes = len(nothing), len(none), cache.size
         return (number, quarter, odd, real, *sizes, cache[0, 0, 1, 2]), x.copy(), lengths.copy()
 
-    table = ArgumentTable([of_layer(number) for number in range(5)])
+    table = ArgumentTable([layer_arguments(number) for number in range(5)])
     for i in (0, 3, 4):
         (*numbers, last), x, lengths = entry(table, i)
         assert numbers == [i, i / 4, i % 2 == 1, i, 0, 0, 6]
@@ -106,20 +106,20 @@ def test_held_arguments_are_those_that_were_given():
         assert lengths.tolist() == LENGTHS.tolist()
 
 
-def test_what_is_held_together_is_of_one_type():
-    with pytest.raises(AssertionError, match="several types"):
+def test_entries_of_an_argument_table_have_one_type():
+    with pytest.raises(AssertionError, match="entries of several types"):
         ArgumentTable([(X,), (X.astype(np.float32),)])
 
 
-@pytest.mark.parametrize("kind", [Kernel, Part])
-def test_a_borrowed_array_is_not_returned(kind):
-    def either(x, lengths, turns):
+@pytest.mark.parametrize("kind", [Kernel, InlineFunction])
+def test_returning_a_borrowed_array_raises(kind):
+    def either(x, lengths, count):
         row = empty((4,), np.float64)
-        row[:] = turns
-        return (x[0] if lengths[0] > turns else row), turns
+        row[:] = count
+        return (x[0] if lengths[0] > count else row), count
 
-    def first(x, lengths, turns):
-        row, _ = callee(x, lengths, turns)
+    def first(x, lengths, count):
+        row, _ = callee(x, lengths, count)
         return row[0]
 
     callee = kind(either, options(inner=True))
@@ -129,13 +129,13 @@ def test_a_borrowed_array_is_not_returned(kind):
         caller(X, LENGTHS, 0)
 
 
-def test_an_interrupt_while_a_kernel_runs_is_no_error_of_the_kernel(counted_memory):
+def test_an_interrupt_during_a_kernel_raises_keyboard_interrupt(counted_memory):
     """The interrupt is raised when Python code runs next; a kernel call may run no Python code."""
 
     def halves(x):
         return x[: len(x) // 2].copy(), x[len(x) // 2 :].copy()
 
-    def on_alarm(*of_signal):
+    def on_alarm(*args):
         raise KeyboardInterrupt
 
     def call_until(seconds):
@@ -145,12 +145,12 @@ def test_an_interrupt_while_a_kernel_runs_is_no_error_of_the_kernel(counted_memo
 
     kernel = Kernel(halves, options())
     assert [half.tolist() for half in kernel(LENGTHS)] == [[1], [3, 4]]
-    before, usual = rtsys.get_allocation_stats(), signal.signal(signal.SIGALRM, on_alarm)
+    before, handler = rtsys.get_allocation_stats(), signal.signal(signal.SIGALRM, on_alarm)
     try:
         for _ in range(300):
             with pytest.raises(KeyboardInterrupt):
                 call_until(0.0005)
     finally:
-        signal.signal(signal.SIGALRM, usual)
+        signal.signal(signal.SIGALRM, handler)
     after = rtsys.get_allocation_stats()
     assert after.alloc - before.alloc == after.free - before.free

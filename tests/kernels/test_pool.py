@@ -17,7 +17,7 @@ import torch
 from nanoengine.kernels import pool
 from nanoengine.kernels.jit import compiled
 from nanoengine.kernels.pool import PAGE, parallel_for, share_of, touch
-from nanoengine.kernels.threads import REST, _threads, num_workers
+from nanoengine.kernels.threads import YIELD_SECONDS, _threads, num_workers
 from nanoengine.settings.cores import affinity
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -57,19 +57,19 @@ def add_everywhere(out, number, workers):
 
 
 @compiled(fastmath=())
-def _room(out, size, lo, hi):
+def _allocate(out, size, lo, hi):
     for i in range(lo, hi):
         out[i] = np.empty(size, np.int8)[0]
 
 
 @compiled(fastmath=())
-def room(out, size, workers):
-    parallel_for(_room, len(out), workers, (out, size))
+def allocate(out, size, workers):
+    parallel_for(_allocate, len(out), workers, (out, size))
 
 
 @compiled(fastmath=())
-def makes_room(worker):
-    return pool._makes_room(worker)
+def must_yield(worker):
+    return pool._must_yield(worker)
 
 
 @pytest.fixture
@@ -82,7 +82,7 @@ def two_threads():
 
 @pytest.mark.parametrize("workers", [1, 2, 3, 16, 64])
 @pytest.mark.parametrize("count", [0, 1, 2, 7, 100, 5000])
-def test_each_thing_is_done_once(count, workers, two_threads):
+def test_each_item_is_computed_once(count, workers, two_threads):
     out = np.zeros(count)
     for _ in range(20):
         add(out, 1.0, workers)
@@ -90,19 +90,19 @@ def test_each_thing_is_done_once(count, workers, two_threads):
 
 
 def test_a_job_needs_no_worker():
-    """With more workers than threads, the existing threads compute all pieces."""
+    """With more workers than threads, the threads that exist compute all pieces."""
     out = np.zeros(1000)
     add(out, 1.0, 64)
     assert (out == 1).all()
 
 
-def test_a_piece_may_have_pieces_itself(two_threads):
+def test_parallel_calls_can_be_nested(two_threads):
     out = np.zeros((40, 30))
     add_everywhere(out, 1.0, 2)
     assert (out == 1).all()
 
 
-def test_threads_that_call_at_once_disturb_each_other_in_nothing(two_threads):
+def test_concurrent_calls_do_not_affect_each_other(two_threads):
     outs = [np.zeros(500) for _ in range(4)]
 
     def call(out: np.ndarray) -> None:
@@ -117,101 +117,102 @@ def test_threads_that_call_at_once_disturb_each_other_in_nothing(two_threads):
     assert all((out == 2000).all() for out in outs)
 
 
-def test_workers_that_have_slept_come_back(two_threads):
+def test_sleeping_workers_wake_up(two_threads):
     """The counter `TAKEN` of the second worker increases, so it has computed pieces."""
     out = np.zeros(64)
-    taken = pool.WORDS[pool.TAKEN + pool.LINE]
+    next_piece = pool.WORDS[pool.NEXT_PIECE + pool.LINE]
     for _ in range(50):
         threading.Event().wait(0.002)
         num_workers()
         add(out, 1.0, 2)
-    assert (out == 50).all() and pool.WORDS[pool.TAKEN + pool.LINE] > taken
+    assert (out == 50).all() and pool.WORDS[pool.NEXT_PIECE + pool.LINE] > next_piece
 
 
 @pytest.fixture
 def clocks():
-    """The counters of a worker that does not exist, and a function that simulates its check."""
-    worker = pool.MOST - 1
-    own = pool.WORDS[pool.TAKEN + worker * pool.LINE :][: pool.LINE]
+    """The words of a worker that does not exist, and a function that simulates its check of the
+    clocks."""
+    worker = pool.MAX_WORKERS - 1
+    words = pool.WORDS[pool.NEXT_PIECE + worker * pool.LINE :][: pool.LINE]
 
-    def look(had_core: bool) -> bool:
-        """Uses a second, because this test's own process may lose its core at any time."""
-        own[pool.WALL] = time.monotonic_ns() - (pool.TURN if had_core else 10**9)
-        own[pool.CPU] = time.thread_time_ns() - (10**9 if had_core else 0)
-        return makes_room(worker)
+    def check(had_core: bool) -> bool:
+        """Simulates whole seconds, because the test's process may lose its core at any time."""
+        words[pool.WALL] = time.monotonic_ns() - (pool.CHECK_NS if had_core else 10**9)
+        words[pool.CPU] = time.thread_time_ns() - (10**9 if had_core else 0)
+        return must_yield(worker)
 
-    look(True)  # compiles it
-    pool.WORDS[pool.CROWDED] = own[:] = 0
-    yield own, look
-    pool.WORDS[pool.CROWDED] = own[:] = 0
+    check(True)  # compiles it
+    pool.WORDS[pool.CALLER_LOST_CORE] = words[:] = 0
+    yield words, check
+    pool.WORDS[pool.CALLER_LOST_CORE] = words[:] = 0
 
 
-on_linux = pytest.mark.skipif(not pool.FOLLOWS, reason="workers read the clocks of Linux alone")
+on_linux = pytest.mark.skipif(not pool.HAS_CLOCKS, reason="workers read clocks only on Linux")
 
 
 @on_linux
-def test_a_worker_that_had_no_core_makes_room_and_longer_when_it_must_again(clocks):
-    own, look = clocks
-    assert not look(True)
-    assert not look(False), "a daemon that woke once"
-    spans = []
+def test_a_worker_that_loses_its_core_again_yields_longer(clocks):
+    words, check = clocks
+    assert not check(True)
+    assert not check(False), "a daemon that wakes once is ignored"
+    yields = []
     for _ in range(9):
-        assert look(False)
-        spans.append(1)
-        while look(True):
-            spans[-1] += 1
-    assert spans == [1, 2, 4, 8, 16, 32, 64, 64, 64]
-    own[pool.ENDED] -= 2 * pool.CALM
-    assert look(False) and not look(True), "after a calm it begins anew"
-    own[pool.LOSS] -= 2 * pool.CALM
-    assert not look(False) and not look(True)
+        assert check(False)
+        yields.append(1)
+        while check(True):
+            yields[-1] += 1
+    assert yields == [1, 2, 4, 8, 16, 32, 64, 64, 64]
+    words[pool.LAST_END] -= 2 * pool.CALM_NS
+    assert check(False) and not check(True), "after CALM_NS the count starts again"
+    words[pool.LAST_LOSS] -= 2 * pool.CALM_NS
+    assert not check(False) and not check(True)
 
 
 @on_linux
-def test_one_worker_makes_room_where_the_caller_has_lost_its_core(clocks):
-    _, look = clocks
-    pool.WORDS[pool.CROWDED] = 1
-    assert look(True) and not look(True) and not pool.WORDS[pool.CROWDED]
+def test_one_worker_yields_if_the_caller_has_lost_its_core(clocks):
+    _, check = clocks
+    pool.WORDS[pool.CALLER_LOST_CORE] = 1
+    assert check(True) and not check(True) and not pool.WORDS[pool.CALLER_LOST_CORE]
 
 
 @on_linux
-def test_what_a_worker_leaves_behind_is_done(two_threads, monkeypatch):
-    """The worker is asked to yield its core at each job."""
+def test_pieces_that_a_yielding_worker_leaves_are_computed(two_threads, monkeypatch):
+    """The worker must yield its core at each job."""
     slept, sleep = [], time.sleep
     monkeypatch.setattr(time, "sleep", lambda seconds: (slept.append(seconds), sleep(seconds)))
     out, deadline = np.zeros((64, 20_000)), time.monotonic() + 60
     done = 0
     while len(slept) < 6 and time.monotonic() < deadline:
-        pool.WORDS[pool.CROWDED] = 1
+        pool.WORDS[pool.CALLER_LOST_CORE] = 1
         num_workers()
         add_to_rows(out, 1.0, 2)
         done += 1
-    assert (out == done).all() and slept[:5] == [REST] * 5
+    assert (out == done).all() and slept[:5] == [YIELD_SECONDS] * 5
 
 
 @on_linux
-@pytest.mark.skipif(affinity() < 2, reason="one core, which all share")
+@pytest.mark.skipif(affinity() < 2, reason="needs two cores")
 def test_a_worker_leaves_the_caller_s_core(two_threads):
     out, before = np.zeros((64, 2000)), os.sched_getaffinity(0)
-    mine, (worker, *_) = min(before), _threads
+    own_core, (worker, *_) = min(before), _threads
     try:
-        os.sched_setaffinity(0, {mine})
+        os.sched_setaffinity(0, {own_core})
         for _ in range(10_000):
             num_workers()
-            os.sched_setaffinity(worker.native_id, {mine})
-            for _ in range(4 * pool.BESIDE):
+            os.sched_setaffinity(worker.native_id, {own_core})
+            for _ in range(4 * pool.SAME_CORE_JOBS):
                 add_to_rows(out, 1.0, 2)
-            if mine not in os.sched_getaffinity(worker.native_id):
+            if own_core not in os.sched_getaffinity(worker.native_id):
                 break
-        assert mine not in os.sched_getaffinity(worker.native_id)
+        assert own_core not in os.sched_getaffinity(worker.native_id)
     finally:
         os.sched_setaffinity(0, before)
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_what_a_piece_raises_is_raised(workers):
+def test_an_exception_in_a_piece_is_raised(workers):
     with pytest.raises(MemoryError):
-        room(np.zeros(8), 1 << 60, workers)
+        allocate(np.zeros(8), 1 << 60, workers)
     out = np.zeros(8)
     add(out, 1.0, workers)
     assert (out == 1).all()
@@ -219,7 +220,7 @@ def test_what_a_piece_raises_is_raised(workers):
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
 @pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")  # since Python 3.12
-def test_a_forked_process_computes_alone(two_threads):
+def test_a_forked_process_computes_without_workers(two_threads):
     def child(queue) -> None:
         out = np.zeros(100)
         add(out, 1.0, 2)
@@ -245,7 +246,7 @@ def test_a_process_ends_while_workers_wait():
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3, 16])
-def test_shares_make_up_the_whole(workers):
+def test_shares_cover_all_items_once(workers):
     shares = [share_of.py_func(120, worker, workers) for worker in range(workers)]
     assert [i for lo, hi in shares for i in range(lo, hi)] == list(range(120))
 

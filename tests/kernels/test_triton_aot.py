@@ -68,8 +68,8 @@ COPIES = {"wide_copies": (1, None), "narrow_copies": (0, 0), "in_flight": (2, No
 and one tile of values."""
 
 
-def registers(most: int) -> dict[str, tuple[int, int]]:
-    return {"registers": (0, most)}
+def registers(maximum: int) -> dict[str, tuple[int, int]]:
+    return {"registers": (0, maximum)}
 
 
 # Per entry: targets, kernels, and the bounds of figures of the machine code. A multiprocessor
@@ -142,7 +142,7 @@ def reports(tmp_path_factory):
 
 
 def test_no_kernel_of_the_package_is_missing(reports):
-    """Each kernel is bound by Triton's own binder, which fails on some argument names."""
+    """Triton's own binder binds each kernel. It fails for some argument names."""
     written = set()
     for path in (ROOT / "nanoengine").rglob("*.py"):
         written |= set(re.findall(r"^def (\w+_kernel)\($", path.read_text(), re.MULTILINE))
@@ -160,7 +160,7 @@ def test_nothing_spills_and_shared_memory_fits(reports):
 
 
 @pytest.mark.parametrize(("targets", "kernels", "bounds"), RULES)
-def test_figures_of_machine_code(reports, targets, kernels, bounds):
+def test_machine_code_is_within_its_bounds(reports, targets, kernels, bounds):
     found = {
         (target, kernel, name): reports[target, kernel][name]
         for target in targets
@@ -170,5 +170,11 @@ def test_figures_of_machine_code(reports, targets, kernels, bounds):
     }
     assert found
     for (target, kernel, name), figure in found.items():
-        least, most = bounds[name]
-        assert least <= figure <= (most or figure), (target, kernel, name, figure, bounds[name])
+        minimum, maximum = bounds[name]
+        assert minimum <= figure <= (maximum or figure), (
+            target,
+            kernel,
+            name,
+            figure,
+            bounds[name],
+        )

@@ -1,4 +1,4 @@
-"""16-bit weights on a CPU: stored in 16 bits, computed exactly in float32 or with bf16 products."""
+"""16-bit weights on a CPU: stored in 16 bits, multiplied in float32 or as bfloat16 products."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.checkpoints import make_checkpoint
 from tests.support.quantized_checkpoints import write_case
 
 CPU = torch.device("cpu")
-KINDS = [torch.bfloat16, torch.float16]
+DTYPES = [torch.bfloat16, torch.float16]
 PROMPTS = [[5, 9, 11, 7, 30, 2], [5, 9, 11, 7, 30, 2, 8, 8, 8, 1], [40]]
 
 
@@ -36,9 +36,9 @@ def random_weight(outputs: int, inputs: int, dtype: torch.dtype) -> torch.Tensor
     return (torch.randn(outputs, inputs) / inputs**0.5).to(dtype)
 
 
-@pytest.mark.parametrize("dtype", KINDS)
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", [1, 2, 3, 5, 8, 17, 100])
-def test_a_16_bit_weight_gives_the_bits_of_its_float32_copy(dtype, rows):
+def test_a_16_bit_weight_has_the_bits_of_its_float32_copy(dtype, rows):
     weight = random_weight(53, 96, dtype)
     x, bias = torch.randn(rows, 96), torch.randn(53)
     kept, copied = layer(weight), layer(weight.float())
@@ -49,23 +49,23 @@ def test_a_16_bit_weight_gives_the_bits_of_its_float32_copy(dtype, rows):
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 7, 8, 33])
-def test_products_of_bfloat16_are_exact_and_added_in_float32(rows):
+def test_bfloat16_products_are_exact_and_added_in_float32(rows):
     weight = random_weight(37, 128, torch.bfloat16)
     x = torch.randn(rows, 128)
     result = layer(weight, rounds_inputs=True).apply(x, None)
-    # The reference: the same rounded values in the layer that computes in float32.
+    # The reference: the rounded values in the layer that computes in float32.
     rounded = layer(weight).apply(x.bfloat16().float(), None)
     assert torch.equal(result, rounded)
     exact = x.bfloat16().double() @ weight.double().T
     assert (result - exact).abs().max() < 1e-5
     alone = torch.cat([layer(weight, rounds_inputs=True).apply(row[None], None) for row in x])
-    assert torch.equal(result, alone), "a row does not depend on those beside it"
+    assert torch.equal(result, alone), "the result of a row depends on other rows"
 
 
-def test_inputs_are_rounded_half_to_even_and_nan_stays():
+def test_inputs_are_rounded_half_to_even_and_nan_stays_nan():
     x = torch.tensor([[1.00390625, 1.01171875, -3.0e38, float("nan")]])  # ties in both directions
-    out = cpu_linear.rounded_rows(x.numpy(), 1)
-    if cpu_linear.DOTS:  # pairs, the first in the high half
+    out = cpu_linear.round_to_bf16(x.numpy(), 1)
+    if cpu_linear.BF16_DOTS:  # pairs, the first in the high half
         out = np.stack((out & np.uint32(0xFFFF0000), out << np.uint32(16)), -1).view(np.float32)
     assert np.array_equal(out.reshape(x.shape), x.bfloat16().float().numpy(), equal_nan=True)
 
@@ -100,24 +100,24 @@ def test_a_bfloat16_checkpoint_in_float32_has_the_bits_of_a_float32_one(checkpoi
     assert (tokens, logprobs) == outputs(copied)[:2]
     whole = outputs(copied)[2].weight_bytes
     assert info.dtype == "float32"
-    assert info.weight_bytes < 0.52 * whole, "norms alone stay float32"
+    assert info.weight_bytes < 0.52 * whole, "only norms stay float32"
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_moe"])
-def test_bfloat16_is_close_to_float32_and_needs_half_of_the_cache(family, tmp_path):
+def test_bfloat16_is_close_to_float32_and_halves_the_cache(family, tmp_path):
     make_checkpoint(tmp_path, family, dtype=torch.bfloat16)
     _, exact, wide = outputs(tmp_path, dtype="float32")
     _, rounded, info = outputs(tmp_path, dtype="bfloat16")
     assert info.dtype == "bfloat16"
     assert info.block_bytes == wide.block_bytes // 2
-    for one, other in zip(exact, rounded, strict=True):
-        common = one[0].keys() & other[0].keys()  # the first token, after the same prompt
+    for expected, found in zip(exact, rounded, strict=True):
+        common = expected[0].keys() & found[0].keys()  # the first token, after the same prompt
         assert common
-        assert all(abs(one[0][i] - other[0][i]) < 0.1 for i in common)
+        assert all(abs(expected[0][i] - found[0][i]) < 0.1 for i in common)
     assert exact != rounded
 
 
-def test_a_row_in_bfloat16_is_the_same_alone_and_in_company(checkpoint):
+def test_bfloat16_outputs_are_the_same_alone_and_in_a_batch(checkpoint):
     kept, _ = checkpoint
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=0)
     with LLM(kept, dtype="bfloat16", skip_tokenizer_init=True, num_kv_blocks=64) as llm:
@@ -130,7 +130,7 @@ def test_a_row_in_bfloat16_is_the_same_alone_and_in_company(checkpoint):
             llm.reset_prefix_cache()
 
 
-def test_a_wider_matrix_among_16_bit_ones_is_not_rounded(checkpoint, tmp_path):
+def test_a_float32_matrix_of_a_16_bit_checkpoint_is_not_rounded(checkpoint, tmp_path):
     kept, copied = checkpoint
     weights = load_file(kept / "model.safetensors")
     name = "model.layers.0.mlp.down_proj.weight"
@@ -141,7 +141,7 @@ def test_a_wider_matrix_among_16_bit_ones_is_not_rounded(checkpoint, tmp_path):
     assert info.weight_bytes == outputs(copied)[2].weight_bytes
 
 
-def test_auto_takes_bfloat16_where_the_cpu_multiplies_it():
+def test_auto_selects_bfloat16_on_a_cpu_with_bfloat16_dot_products():
     best = torch.bfloat16 if CURRENT.bf16_dots != "generic" else torch.float32
     assert resolve_dtype("auto", "bfloat16", CPU) == best
     assert resolve_dtype("auto", "bfloat16", CPU, quantized=True) == torch.float32
@@ -151,37 +151,37 @@ def test_auto_takes_bfloat16_where_the_cpu_multiplies_it():
 
 
 @pytest.mark.parametrize("family", ["gemma2", "gemma3", "glm4"])
-def test_float16_is_refused_where_activations_exceed_it(family, tmp_path):
+def test_float16_raises_for_families_with_large_activations(family, tmp_path):
     make_checkpoint(tmp_path, family, dtype=torch.float16)
     with pytest.raises(ConfigError, match=r"can't hold the activations.*bfloat16 or float32"):
         outputs(tmp_path, dtype="float16")
     assert outputs(tmp_path, dtype="auto")[2].dtype == "float32"
 
 
-def test_an_odd_number_of_inputs_keeps_float32(tmp_path):
+def test_an_odd_number_of_inputs_requires_float32(tmp_path):
     """bfloat16 weights are stored in pairs of inputs, and float16 weights are read in pairs."""
     make_checkpoint(tmp_path, "llama", dtype=torch.bfloat16, intermediate_size=97)
     assert outputs(tmp_path, dtype="float32")[2].weight_bytes > 4 * 2 * 64 * 97 * 3
     with pytest.raises(
-        ConfigError, match=r"intermediate_size=97, which must be even.*dtype='float32'"
+        ConfigError, match=r"even number of inputs.*intermediate_size=97.*dtype='float32'"
     ):
         outputs(tmp_path, dtype="bfloat16")
 
 
-def test_experts_of_16_bits_and_of_an_odd_size(tmp_path):
+def test_experts_stay_16_bit_unless_their_size_is_odd(tmp_path):
     """A mixture of experts in a 16-bit checkpoint stays 16-bit, unless experts have an odd size."""
     for size, kept in ((32, True), (33, False)):
         directory = tmp_path / str(size)
         make_checkpoint(directory, "qwen3_moe", dtype=torch.bfloat16, moe_intermediate_size=size)
         *_, info = outputs(directory, dtype="float32")
         assert (info.weight_bytes < 3 * info.num_parameters) == kept
-    with pytest.raises(ConfigError, match=r"moe_intermediate_size=33, which must be even"):
+    with pytest.raises(ConfigError, match=r"even number of inputs.*moe_intermediate_size=33"):
         outputs(tmp_path / "33", dtype="bfloat16")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("tied", [True, False])
-def test_quantized_layers_beside_16_bit_ones(tied, dtype, tmp_path):
+def test_the_embedding_of_a_quantized_model_stays_16_bit(tied, dtype, tmp_path):
     """The embedding stays in 16 bits, tied to a quantized head or not."""
     make_checkpoint(tmp_path, "llama", dtype=torch.bfloat16, tie_word_embeddings=tied)
     with LLM(
@@ -196,7 +196,7 @@ def test_quantized_layers_beside_16_bit_ones(tied, dtype, tmp_path):
 
 
 @pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
-def test_layers_that_a_quantized_checkpoint_leaves_as_they_are(dtype, tmp_path):
+def test_unquantized_layers_of_a_quantized_checkpoint_stay_16_bit(dtype, tmp_path):
     """The integer tensors do not set the dtype of the unquantized layers."""
     write_case(tmp_path, "gptq")
     file = tmp_path / "quantized" / "model.safetensors"
@@ -213,8 +213,8 @@ def test_layers_that_a_quantized_checkpoint_leaves_as_they_are(dtype, tmp_path):
     assert len(outputs(file.parent, dtype=dtype)[0]) == len(PROMPTS)
 
 
-def test_an_odd_number_of_inputs_is_no_16_bit_layers():
+def test_16_bit_layers_reject_an_odd_number_of_inputs():
     """The kernel would ignore the last input."""
-    for dtype in KINDS:
+    for dtype in DTYPES:
         with pytest.raises(AssertionError):
             layer(torch.ones(16, 5, dtype=dtype))

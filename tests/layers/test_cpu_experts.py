@@ -18,9 +18,10 @@ from tests.support.engines import checkpoint
 from tests.support.model_helpers import DenseAttention, build, cpu_kernels
 
 FAMILIES = ("qwen3_moe", "gpt_oss", "glm4_moe", "minimax_m2", "qwen3_next")
-"""Softmax normalized by the sum; biases and a clamped gate; sigmoids, groups, a correction bias, a
-scaling factor and a shared expert; sigmoids without groups; a shared expert with a gate."""
-WAYS = {
+"""In this order: softmax normalized by the sum; biases and a clamped gate; sigmoids, groups, a
+correction bias, a scaling factor and a shared expert; sigmoids without groups; a shared expert with
+a gate."""
+QUANTIZATIONS = {
     "int8": Quantization(bits=8, activations="int8"),
     "int4": Quantization(bits=4, activations="int8"),
     "int8 weight only": Quantization(bits=8, activations="float"),
@@ -28,11 +29,11 @@ WAYS = {
 }
 
 
-def mixture(directory: str | Path, way: str = "float32") -> SparseMLP:
+def mixture(directory: str | Path, weights: str = "float32") -> SparseMLP:
     """The fused mixture of experts in a checkpoint's last layer."""
-    kept = way in ("bfloat16", "16 bits")
-    kernels = cpu_kernels(torch.float32, WAYS.get(way))
-    if way == "bfloat16":
+    kept = weights in ("bfloat16", "16 bits")
+    kernels = cpu_kernels(torch.float32, QUANTIZATIONS.get(weights))
+    if weights == "bfloat16":
         kernels = CPUKernels(DenseAttention(), dtype=torch.bfloat16)
     fields = {"weight_dtype": torch.bfloat16, "keeps_weights": False} if kept else {}
     model = build(Path(directory), kernels=kernels, **fields)
@@ -43,17 +44,17 @@ def mixture(directory: str | Path, way: str = "float32") -> SparseMLP:
 
 
 def check(mlp: SparseMLP, tokens: int, size: int = 64) -> None:
-    """The call must give the bits of its parts, and each token alone the same bits."""
+    """The call must match the separate steps, and each token must have the same bits alone."""
     x = torch.randn(tokens, size, generator=torch.Generator().manual_seed(tokens))
-    found, expected = mlp(x), by_parts(mlp, x)
+    found, expected = mlp(x), separate_steps(mlp, x)
     atol = 2e-6 * max(1.0, expected.abs().max().item())
     torch.testing.assert_close(found, expected, rtol=2e-5, atol=atol)
-    for one in {0, tokens // 2, tokens - 1}:
-        assert torch.equal(mlp(x[one : one + 1])[0], found[one]), "other bits alone"
+    for t in {0, tokens // 2, tokens - 1}:
+        assert torch.equal(mlp(x[t : t + 1])[0], found[t]), "other bits alone"
 
 
-def by_parts(mlp: SparseMLP, x: torch.Tensor) -> torch.Tensor:
-    fused, mlp.routed = mlp.routed, mlp._one_by_one
+def separate_steps(mlp: SparseMLP, x: torch.Tensor) -> torch.Tensor:
+    fused, mlp.routed = mlp.routed, mlp._sequential_experts
     found = mlp(x)
     mlp.routed = fused
     return found
@@ -61,30 +62,30 @@ def by_parts(mlp: SparseMLP, x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("tokens", [1, 5, 70])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_one_call_gives_what_the_parts_give(family: str, tokens: int) -> None:
+def test_one_call_matches_the_separate_steps(family: str, tokens: int) -> None:
     check(mixture(checkpoint(family)), tokens)
 
 
-@pytest.mark.parametrize("way", [*WAYS, "bfloat16", "16 bits"])
-def test_weights_of_every_form(way: str) -> None:
-    mlp = mixture(checkpoint("gpt_oss"), way)
+@pytest.mark.parametrize("weights", [*QUANTIZATIONS, "bfloat16", "16 bits"])
+def test_every_weight_format_matches_the_separate_steps(weights: str) -> None:
+    mlp = mixture(checkpoint("gpt_oss"), weights)
     check(mlp, 1)
     check(mlp, 33)
 
 
-@pytest.mark.parametrize("tokens", [kernels.MOST_ROWS // 2 + 100, 4 * kernels.MOST_ROWS])
-def test_more_rows_than_are_multiplied_at_a_time(tokens: int) -> None:
+@pytest.mark.parametrize("tokens", [kernels.MAX_ROWS // 2 + 100, 4 * kernels.MAX_ROWS])
+def test_more_rows_than_a_chunk_match_the_separate_steps(tokens: int) -> None:
     """Chunks of whole experts, and experts with more rows than a chunk."""
     mlp = mixture(checkpoint("qwen3_moe"))  # two rows per token
     check(mlp, tokens)
 
 
-def test_experts_give_the_bits_of_each_alone() -> None:
+def test_experts_in_one_call_have_the_bits_of_separate_experts() -> None:
     """With equal router scores, the results are equal."""
     mlp = mixture(checkpoint("gpt_oss"))
     x, (weights, ids) = torch.randn(40, 64), mlp.gate(torch.randn(40, 64))
     out = np.zeros((40, 64), np.float32)
-    gate_up, down, sizes, _ = mlp.routed.first[3:]
+    gate_up, down, sizes, _ = mlp.routed.arguments[3:]
     kernels.add_experts(
         x.numpy(), ids.numpy(), weights.numpy(), gate_up, down, sizes[0], *sizes[2:], out, 2
     )
@@ -92,13 +93,13 @@ def test_experts_give_the_bits_of_each_alone() -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_same_experts_are_chosen(family: str) -> None:
+def test_routing_selects_the_same_experts(family: str) -> None:
     mlp = mixture(checkpoint(family))
     moe, x = mlp.gate.moe, torch.randn(300, 64)
     logits = mlp.gate.method.apply(x, mlp.gate.bias).numpy()
     ids = np.empty((300, moe.num_experts_per_tok), np.int64)
     weights = np.empty(ids.shape, np.float32)
-    kernels.route(logits, *mlp.routed.first[1:3], ids, weights, 2)
+    kernels.route(logits, *mlp.routed.arguments[1:3], ids, weights, 2)
     expected, experts = mlp.gate(x)
     found = torch.from_numpy(weights), torch.from_numpy(ids)
     order, expected_order = (each.argsort(1) for each in (found[1], experts))
@@ -108,7 +109,7 @@ def test_the_same_experts_are_chosen(family: str) -> None:
     )
 
 
-def test_a_row_of_nan_stays_alone() -> None:
+def test_nan_stays_in_its_row() -> None:
     mlp = mixture(checkpoint("qwen3_moe"))
     x = torch.randn(6, 64)
     clean = mlp.routed(x)
@@ -119,7 +120,7 @@ def test_a_row_of_nan_stays_alone() -> None:
     assert torch.equal(found[others], clean[others])
 
 
-def test_experts_of_no_whole_panels_run_one_by_one(tmp_path: Path) -> None:
+def test_experts_without_whole_panels_run_separately(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "qwen3_moe", moe_intermediate_size=36)
     mlp = build(tmp_path, kernels=cpu_kernels()).model.layers[-1].mlp
     assert not isinstance(mlp.routed, CPUExperts)
@@ -128,10 +129,10 @@ def test_experts_of_no_whole_panels_run_one_by_one(tmp_path: Path) -> None:
 
 
 def small_sums(family: str, gate: torch.nn.Module) -> None:
-    """Changes a transformers router so that the sum of the chosen scores is close to the epsilon
-    that the family adds to the sum, or to its lower bound."""
+    """Changes a transformers router so that the sum of the selected scores is close to the epsilon
+    that the family adds to it, or to its lower bound."""
     with torch.no_grad():
-        if family == "ernie4_5_moe":  # expert 0 has all the weight, others are chosen
+        if family == "ernie4_5_moe":  # expert 0 has nearly all the weight, others are selected
             gate.weight.mul_(0.1)[0].fill_(28 / 51)  # 64 inputs, 0.8 each
             bias = gate.moe_statics.e_score_correction_bias
             bias.copy_(torch.arange(bias.numel()).view_as(bias) * 2)
@@ -141,7 +142,7 @@ def small_sums(family: str, gate: torch.nn.Module) -> None:
 
 
 @pytest.mark.parametrize("family", ["lfm2_moe", "glm4_moe", "ernie4_5_moe"])
-def test_sums_of_next_to_nothing_are_as_in_transformers(family: str, tmp_path: Path) -> None:
+def test_tiny_sums_of_scores_match_transformers(family: str, tmp_path: Path) -> None:
     """LFM2 and GLM add an epsilon to the sum of scores; ERNIE clamps the sum to a minimum."""
     model = make_model(family)
     block = [m for m in model.modules() if type(m).__name__.endswith(("MoeBlock", "MoeMoE", "MoE"))]
@@ -153,7 +154,7 @@ def test_sums_of_next_to_nothing_are_as_in_transformers(family: str, tmp_path: P
     expected = expected[0] if isinstance(expected, tuple) else expected
     mlp = mixture(tmp_path)
     sums = mlp.gate(x)[0].sum(1) / mlp.gate.moe.scaling_factor
-    assert 0.1 < sums.mean() < 0.9, "the sums are too large or too small to tell"
+    assert 0.1 < sums.mean() < 0.9, "sums must be about as large as the epsilon"
     atol = 1e-4 * expected.abs().max().item()  # the precision of logits near -46
-    for found in (mlp(x), by_parts(mlp, x)):
+    for found in (mlp(x), separate_steps(mlp, x)):
         torch.testing.assert_close(found, expected.view(20, 64), rtol=1e-4, atol=atol)

@@ -1,4 +1,4 @@
-"""Compiled recurrent-state rules match plain torch for any split of the prompts."""
+"""Compiled rules of recurrent layers match plain torch for any split of the prompts."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ MAMBA: dict[str, dict[str, Any]] = {
         "num_key_heads": 1, "key_dim": 16, "value_dim": 64, "conv_bias": False,
     },
     "strips and a part": {"value_dim": 72},
-    "strips and a part, limits": {"value_dim": 72, "key_dim": 8, "step_limits": (0.3, 0.9)},
-    "a norm before the gate, three taps": {"norm": "before", "kernel": 3},
+    "strips and a part, limits": {"value_dim": 72, "key_dim": 8, "time_step_limits": (0.3, 0.9)},
+    "a norm before the gate, three taps": {"norm": "before_gate", "kernel": 3},
     "no norm": {"norm": None},
 }  # fmt: skip
 FORMS = [*(f"delta, {form}" for form in DELTA), *(f"Mamba-2, {form}" for form in MAMBA)]
@@ -40,7 +40,7 @@ FORMS = [*(f"delta, {form}" for form in DELTA), *(f"Mamba-2, {form}" for form in
 def make(
     form: str, count: int, dtype: torch.dtype = torch.float32
 ) -> tuple[GatedDeltaNet | MambaMixer, torch.Tensor, list[torch.Tensor]]:
-    """A layer, its 8 states, and projected inputs for `count` tokens; the same values in any
+    """A layer, its 8 states, and projected inputs of `count` tokens; values are the same in any
     dtype."""
     rule, _, name = form.partition(", ")
     config = load_model_config(checkpoint("qwen3_5" if rule == "delta" else "bamba"))
@@ -57,7 +57,7 @@ def make(
         parameter.data.copy_(torch.randn(parameter.shape))
     states = torch.randn(8, layer.plan.size).to(dtype)
     layer.bind(states)
-    wide, heads = layer.inner + plan.channels, plan.num_value_heads
+    wide, heads = layer.inner_size + plan.channels, plan.num_value_heads
     widths = (wide, 2 * heads) if rule == "delta" else (wide + heads,)
     return layer, states, [torch.randn(count, width).to(dtype) for width in widths]
 
@@ -73,15 +73,15 @@ def batch_of(*waves: ScanStep) -> Batch:
 
 
 def wave_of(*spans: SequenceSegment, singles: tuple[tuple[int, int], ...] = ()) -> ScanStep:
-    """Single tokens come first, each with a (read slot, written slot)."""
+    """Single tokens come first; each has a (slot to read, slot to write)."""
     reads, writes = torch.tensor(singles, dtype=torch.int64).view(-1, 2).T
     return ScanStep(tokens=slice(len(reads)), reads=reads, writes=writes, spans=spans)
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_the_kernel_gives_what_plain_torch_gives(form: str) -> None:
-    """Decodes, one of them in place; a prompt that writes snapshots, one at its start; and, in a
-    later wave, a sequence that starts from another one's final state."""
+def test_the_kernel_matches_plain_torch(form: str) -> None:
+    """Decodes, one of them in place; a prompt that writes snapshots, one after its first token; and
+    in a later wave a sequence that starts from the final state of another."""
     first = SequenceSegment(2, 100, 5, 4, ((1, 4), (70, 5), (98, 6)))
     waves = (
         wave_of(first, SequenceSegment(100, 140, 0, 0, ((40, 7),)), singles=((1, 1), (2, 3))),
@@ -91,14 +91,14 @@ def test_the_kernel_gives_what_plain_torch_gives(form: str) -> None:
     plain, expected, wide = make(form, LENGTH, torch.float64)
     rows = torch.tensor([0, 72, 99, LENGTH - 1])  # row 72 is the first after a snapshot
     found = kernel(layer)(*inputs, batch_of(*waves), rows)
-    wanted = plain.mix(*wide, batch_of(*waves), rows)
-    torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=2e-5)
+    reference = plain.mix(*wide, batch_of(*waves), rows)
+    torch.testing.assert_close(found.double(), reference, rtol=1e-5, atol=2e-5)
     torch.testing.assert_close(states.double(), expected, rtol=1e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize("form", [FORMS[1], FORMS[4]])
 @pytest.mark.parametrize("cuts", [[1, 2, 3, 4, 90], [64, 128], [63], [*range(1, LENGTH)]])
-def test_a_token_has_the_same_bits_however_a_prompt_is_cut(form: str, cuts: list[int]) -> None:
+def test_a_token_has_the_same_bits_for_any_split_of_the_prompt(form: str, cuts: list[int]) -> None:
     layer, states, inputs = make(form, LENGTH)
     start, whole = states.clone(), wave_of(SequenceSegment(0, LENGTH, 0, 1, ((LENGTH, 2),)))
     expected, last = kernel(layer)(*inputs, batch_of(whole), None), states[2].clone()
@@ -115,7 +115,7 @@ def test_a_token_has_the_same_bits_however_a_prompt_is_cut(form: str, cuts: list
 
 
 @pytest.mark.parametrize("form", [FORMS[0], FORMS[2]])
-def test_a_nan_stays_in_its_sequence(form: str) -> None:
+def test_nan_stays_in_its_sequence(form: str) -> None:
     layer, states, inputs = make(form, 40)
     inputs[0][3] = torch.nan
     wave = wave_of(

@@ -1,4 +1,4 @@
-"""MLA attention on the CPU, against the naive backend."""
+"""MLA on the CPU, against the naive backend."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Latents(Paged):
         (128, 24, 16, {"dtype": torch.float32}),
     ],
 )
-def test_attention_over_latents(heads, head_dim, value_dim, options):
+def test_attention_over_latents_matches_the_naive_backend(heads, head_dim, value_dim, options):
     paged = Latents(heads, value_dim, head_dim=head_dim, lengths=LENGTHS, **options)
     expected = paged.run("naive")
     assert expected.shape == (*expected.shape[:2], value_dim)
@@ -52,13 +52,15 @@ def test_attention_over_latents(heads, head_dim, value_dim, options):
 
 
 @pytest.mark.parametrize("kv_dtype", [torch.float32, torch.bfloat16])
-def test_a_sequence_has_the_same_bits_alone_and_a_nan_stays_in_its_own(kv_dtype):
+def test_a_sequence_has_the_same_bits_alone_and_nan_stays_in_its_sequence(kv_dtype):
     lengths, sizes = [(1, 20), (1, 300), (5, 70)], {"head_dim": 40, "kv_dtype": kv_dtype}
     paged = Latents(16, 32, lengths=lengths, dtype=torch.float32, **sizes)
     clean = paged.run("cpu")
     for i, (start, stop) in enumerate(pairwise((0, 1, 2, 7))):
-        lone = Latents(16, 32, lengths=lengths[i : i + 1], seeds=[i], dtype=torch.float32, **sizes)
-        assert torch.equal(lone.run("cpu"), clean[start:stop])
+        single = Latents(
+            16, 32, lengths=lengths[i : i + 1], seeds=[i], dtype=torch.float32, **sizes
+        )
+        assert torch.equal(single.run("cpu"), clean[start:stop])
     paged.dense[1][7] = torch.nan
     out = paged.run("cpu")
     assert out[1].isnan().all()

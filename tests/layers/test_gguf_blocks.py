@@ -20,7 +20,7 @@ FLOAT16 = {  # type -> offsets of the float16 values in a block
 }  # fmt: skip
 
 SPECIAL = [0.0, -0.0, 6e-8, -6e-8, 3e-5, 6.1e-5, -1.0, 65504.0, -65504.0]
-"""Zeros, subnormals and the largest values."""
+"""Zeros, subnormals and the largest values of float16."""
 
 
 def blocks(type: str, num_rows: int, num_blocks: int) -> numpy.ndarray:
@@ -32,11 +32,11 @@ def blocks(type: str, num_rows: int, num_blocks: int) -> numpy.ndarray:
         raw[0, :2, 0] = 0, 1  # subnormal
     if type == "Q8_K":
         raw[:, :, :4] = random.standard_normal((num_rows, num_blocks, 1), "f4").view("u1")
-    for place in FLOAT16[type]:
+    for offset in FLOAT16[type]:
         exponents = random.uniform(-24, 15, raw.shape[:2])
-        numbers = numpy.exp2(exponents) * random.choice([-1, 1], raw.shape[:2])
-        numbers.flat[: len(SPECIAL)] = random.permutation(SPECIAL)
-        raw[:, :, place : place + 2] = numbers.astype("<f2")[..., None].view("u1")
+        values = numpy.exp2(exponents) * random.choice([-1, 1], raw.shape[:2])
+        values.flat[: len(SPECIAL)] = random.permutation(SPECIAL)
+        raw[:, :, offset : offset + 2] = values.astype("<f2")[..., None].view("u1")
     return raw.reshape(num_rows, -1)
 
 
@@ -48,19 +48,19 @@ def assert_same(found: torch.Tensor, expected: numpy.ndarray) -> None:
 
 
 @pytest.mark.parametrize("type", sorted(FLOAT16.keys() - {"Q8_K"}))
-def test_random_blocks(type):
+def test_random_blocks_match_the_gguf_package(type):
     rows = blocks(type, num_rows=16, num_blocks=3)
     weight = read_blocks(type, torch.from_numpy(rows))
     assert_same(weight.dequantized(), dequantize(rows, GGMLQuantizationType[type]))
 
 
-def test_every_type_is_read():
+def test_every_type_has_a_layout():
     assert LAYOUTS.keys() == TYPES.keys() - FLOATS.keys()
     for type, layout in LAYOUTS.items():
         assert sum(layout.parts.values()) == TYPES[type].bytes
 
 
-def test_q8_k():
+def test_q8_k_blocks_match_their_definition():
     # Why by hand: the package cannot read this type.
     rows = blocks("Q8_K", num_rows=4, num_blocks=2)
     raw = rows.reshape(4, 2, -1)
@@ -68,20 +68,20 @@ def test_q8_k():
     assert_same(read_blocks("Q8_K", torch.from_numpy(rows)).dequantized(), expected.reshape(4, -1))
 
 
-NUMBERS = [(type, place) for type, places in FLOAT16.items() for place in places]
+FLOAT_POSITIONS = [(type, offset) for type, offsets in FLOAT16.items() for offset in offsets]
 
 
-@pytest.mark.parametrize("number", [numpy.nan, numpy.inf, -numpy.inf])
-@pytest.mark.parametrize(("type", "place"), NUMBERS)
-def test_a_scale_that_is_no_number(type, place, number):
+@pytest.mark.parametrize("value", [numpy.nan, numpy.inf, -numpy.inf])
+@pytest.mark.parametrize(("type", "offset"), FLOAT_POSITIONS)
+def test_nan_and_infinite_scales_raise(type, offset, value):
     rows = blocks(type, num_rows=2, num_blocks=3)
-    place += 2 * TYPES[type].bytes
-    rows[1, place : place + 2] = numpy.array([number], "<f2").view("u1")
-    with pytest.raises(WeightLoadError, match=f"of its {type} blocks is no finite number"):
+    offset += 2 * TYPES[type].bytes
+    rows[1, offset : offset + 2] = numpy.array([value], "<f2").view("u1")
+    with pytest.raises(WeightLoadError, match=f"of its {type} blocks is NaN or infinite"):
         read_blocks(type, torch.from_numpy(rows))
 
 
-def test_a_power_of_two_that_is_no_number():
+def test_a_nan_power_of_two_raises():
     rows = blocks("MXFP4", num_rows=2, num_blocks=3)
     rows[1, 17] = 255
     with pytest.raises(WeightLoadError, match="MXFP4"):
@@ -89,7 +89,7 @@ def test_a_power_of_two_that_is_no_number():
 
 
 @pytest.mark.parametrize("type", LAYOUTS)
-def test_the_fields_are_those_of_a_quantized_weight(type):
+def test_fields_have_the_shapes_and_dtypes_of_a_quantized_weight(type):
     weight = read_blocks(type, torch.from_numpy(blocks(type, num_rows=2, num_blocks=2)))
     num_inputs, two_levels = 2 * TYPES[type].inputs, type.endswith(("_K", "_XS"))
     assert weight.values.shape == (2, num_inputs)

@@ -24,7 +24,7 @@ def empty_layer(outputs: int, inputs: int) -> CPUQuantizedLinear:
 
 @pytest.mark.parametrize("count", [ROWS, ROWS - 5])
 @pytest.mark.parametrize("type", LAYOUTS)
-def test_the_panels_are_those_of_rows_that_were_read(type, count):
+def test_packed_bytes_have_the_panels_of_decoded_rows(type, count):
     rows = torch.from_numpy(blocks(type, ROWS, num_blocks=3))[:count]
     read, packed = (empty_layer(count, 3 * TYPES[type].inputs) for _ in range(2))
     read.allocate = packed.allocate = lambda size: torch.zeros(size, dtype=torch.uint8)
@@ -39,7 +39,7 @@ def test_the_panels_are_those_of_rows_that_were_read(type, count):
         assert torch.equal(read.values, packed.values)
 
 
-def test_rows_that_share_a_panel_are_to_be_read():
+def test_rows_that_share_a_panel_must_be_decoded():
     rows = torch.from_numpy(blocks("Q4_0", 24, num_blocks=2))
     method = empty_layer(40, 64)
     assert not method.load_blocks("Q4_0", rows, 0)
@@ -47,10 +47,10 @@ def test_rows_that_share_a_panel_are_to_be_read():
     assert method.load_blocks("Q4_0", rows[:8], 32)
 
 
-def test_a_scale_that_is_no_number_is_refused():
+def test_a_nan_scale_raises():
     rows = torch.from_numpy(blocks("Q4_K", 16, num_blocks=2))
     rows[3, 1] = 0x7E
-    with pytest.raises(WeightLoadError, match="of its Q4_K blocks is no finite number"):
+    with pytest.raises(WeightLoadError, match="of its Q4_K blocks is NaN or infinite"):
         empty_layer(16, 512).load_blocks("Q4_K", rows, 0)
 
 
@@ -58,13 +58,13 @@ def test_preallocated_weights_are_not_moved():
     arena, rows = WeightArena(), torch.from_numpy(blocks("Q4_0", 32, num_blocks=2))
     first, second = (empty_layer(32, 64) for _ in range(2))
     for method in (first, second):
-        method.allocate = arena.take
+        method.allocate = arena.allocate
         assert method.load_blocks("Q4_0", rows, 0)
-    places = [method.values.data_ptr() for method in (first, second)]
-    assert 0 < places[1] - places[0] < 2 * first.values.nbytes
+    addresses = [method.values.data_ptr() for method in (first, second)]
+    assert 0 < addresses[1] - addresses[0] < 2 * first.values.nbytes
     model = torch.nn.ModuleList([first, second])
     expected = first.rows(torch.arange(32))
     place_buffers(model)
-    assert [method.values.data_ptr() for method in (first, second)] == places
+    assert [method.values.data_ptr() for method in (first, second)] == addresses
     assert torch.equal(second.rows(torch.arange(32)), expected)
-    assert arena.take(LARGE_BYTES).data_ptr() > places[1]
+    assert arena.allocate(LARGE_BYTES).data_ptr() > addresses[1]

@@ -1,5 +1,5 @@
 """Models whose matrices have different quantization formats, as in GGUF files: fused layers,
-experts, and an embedding kept in its stored format."""
+experts, and a quantized embedding."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from nanoengine.layers.cpu_quantized import CPUQuantizedLinear
 from nanoengine.layers.embedding import Embedding, OutputHead
 from nanoengine.layers.quantized import QuantizedLinear
 from tests.layers.test_cpu_experts import check
-from tests.layers.test_fused_layers import load, outputs, outputs_of_parts
+from tests.layers.test_fused_layers import load, outputs, outputs_of_separate_steps
 from tests.support.checkpoints import make_checkpoint
 from tests.support.groupwise_weights import make_weight
 from tests.support.model_helpers import build, cpu_kernels, make_context
@@ -35,7 +35,7 @@ def form_of(name: str, first: int) -> str:
     return "Q6_K" if (is_second and "down" in name) or name == "lm_head" else "Q4_K"
 
 
-def load_of_forms(
+def load_several_formats(
     self: QuantizedLinear, weight: torch.Tensor, first: int = 0, bits: int | None = None
 ) -> None:
     """Replaces `QuantizedLinear.load`: rows of small seeded random values. A tied head keeps the
@@ -50,23 +50,25 @@ def load_of_forms(
         self.load_quantized(made, first + start)
 
 
-def test_fused_layers_of_several_forms_are_one_call(tmp_path: Path, monkeypatch) -> None:
+def test_fused_layers_with_several_formats_are_one_call(tmp_path: Path, monkeypatch) -> None:
     make_checkpoint(tmp_path, "qwen2", **SIZES)
-    monkeypatch.setattr(CPUQuantizedLinear, "load", load_of_forms)
+    monkeypatch.setattr(CPUQuantizedLinear, "load", load_several_formats)
     with load(tmp_path, quantization="int4") as llm:
         decoder = llm.engine.executor.model.model
-        (layers,) = decoder.stack
+        (layers,) = decoder.executed_layers
         qkv = decoder.layers[1].self_attn.qkv_proj.method
         assert int(qkv.values.view(torch.int64)[PARTS]) == 2
         fused = outputs(llm)
         assert [len(call.operands) for call in layers._calls] == [2]
-        assert fused == outputs_of_parts(llm)
+        assert fused == outputs_of_separate_steps(llm)
 
 
 @pytest.mark.parametrize("activations", ["int8", "float"])
-def test_experts_in_groups_are_one_call(tmp_path: Path, activations, monkeypatch) -> None:
+def test_group_wise_quantized_experts_are_one_call(
+    tmp_path: Path, activations, monkeypatch
+) -> None:
     make_checkpoint(tmp_path, "qwen3_moe", **SIZES)
-    monkeypatch.setattr(CPUQuantizedLinear, "load", load_of_forms)
+    monkeypatch.setattr(CPUQuantizedLinear, "load", load_several_formats)
     kernels = cpu_kernels(torch.float32, Quantization(bits=4, activations="int8"))
     made = kernels.linear
 
@@ -86,14 +88,14 @@ def test_experts_in_groups_are_one_call(tmp_path: Path, activations, monkeypatch
 
 @dataclass
 class Stored:
-    """A quantization format without a file."""
+    """A stored format without tensors."""
 
     def matrix_slots(self, *_: object) -> dict[str, object]:
         return {}
 
 
 @pytest.mark.parametrize("kind", [QuantizedLinear, CPUQuantizedLinear])
-def test_an_embedding_is_kept_as_it_is_stored_and_its_head_multiplies_by_it(kind) -> None:
+def test_a_quantized_embedding_and_its_tied_head_share_one_weight(kind) -> None:
     context = make_context()
 
     def linear(name: str) -> QuantizedLinear:

@@ -1,4 +1,4 @@
-"""Mamba-2: chunks and single tokens agree; which config values are supported."""
+"""Mamba-2: chunks match single tokens; unsupported config values raise."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def random_inputs(count: int) -> MambaInputs:
     return MambaInputs(x, b, c, dt, decay, torch.randn(HEADS).double().expand(count, -1))
 
 
-def test_one_token_by_the_formula():
+def test_a_step_computes_the_formula():
     x, b, c, dt, decay, d = inputs = random_inputs(1)
     states = torch.randn(2, HEADS, KEYS, VALUES, dtype=torch.float64)
     before, one = states[1].clone(), torch.tensor([1])
@@ -41,7 +41,7 @@ def test_one_token_by_the_formula():
 
 @pytest.mark.parametrize("count", [1, 5, CHUNK, 2 * CHUNK + 9])
 @pytest.mark.parametrize("position", [0, 1, CHUNK - 1, CHUNK])
-def test_chunks_give_what_single_tokens_give(count, position):
+def test_chunks_match_single_tokens(count, position):
     inputs = random_inputs(count)
     states = torch.randn(2, HEADS, KEYS, VALUES, dtype=torch.float64)
     first, one = states[1].clone(), torch.tensor([1])
@@ -51,7 +51,7 @@ def test_chunks_give_what_single_tokens_give(count, position):
     assert torch.allclose(last, states[1], rtol=1e-10, atol=1e-12)
 
 
-def test_a_prompt_cut_at_a_chunk_has_the_same_bits():
+def test_a_prompt_split_at_a_chunk_has_the_same_bits():
     inputs = MambaInputs(*(tensor.float() for tensor in random_inputs(3 * CHUNK)))
     zero = torch.zeros(HEADS, KEYS, VALUES)
     whole, last = scan(inputs, zero, 0)
@@ -61,7 +61,7 @@ def test_a_prompt_cut_at_a_chunk_has_the_same_bits():
     assert torch.equal(end, last)
 
 
-def test_ranks_that_would_cut_a_group_in_two_are_refused():
+def test_ranks_that_split_a_group_raise():
     config = load_model_config(checkpoint("bamba", mamba_n_groups=1))
     with pytest.raises(ConfigError, match="tensor_parallel_size=2 must divide mamba_n_groups=1"):
         check_ranks(config, 2)
@@ -76,23 +76,23 @@ NEMOTRON = {**RAW, "architectures": ["NemotronHForCausalLM"], "mamba_num_heads":
             "num_hidden_layers": 5}  # fmt: skip
 
 
-def test_the_letters_of_a_pattern():
+def test_a_hybrid_pattern_defines_the_layers():
     config = parse_model_config(NEMOTRON)
     assert config.num_hidden_layers == 5 and config.moe is None
-    assert config.attending == (3,) and config.states.layers == (0, 2)
+    assert config.attention_layers == (3,) and config.states.layers == (0, 2)
     assert config.plan.layers_block_type == (
         "linear_attention", "mlp", "linear_attention", "full_attention", "mlp",
     )  # fmt: skip
     assert config.states.channels == 4 * 8 + 2 * 2 * 128
 
 
-def test_names_of_layers_as_transformers_4_wrote_them():
+def test_layer_types_of_transformers_4_are_parsed():
     raw = {**RAW, "architectures": ["GraniteMoeHybridForCausalLM"], "num_hidden_layers": 3,
            "layer_types": ["mamba", "attention", "mamba"], "mamba_n_heads": 8,
            "num_local_experts": 0, "position_embedding_type": "nope",
            "time_step_limit": [0.0, float("inf")]}  # fmt: skip
     config = parse_model_config(raw)
-    assert config.states.layers == (0, 2) and config.attending == (1,)
+    assert config.states.layers == (0, 2) and config.attention_layers == (1,)
     assert config.ropes == (None, None, None)
 
 
@@ -112,6 +112,6 @@ def test_names_of_layers_as_transformers_4_wrote_them():
         ({"residual_in_fp32": True}, "residual_in_fp32=True is not implemented"),
     ],
 )
-def test_what_is_refused_by_name(keys, message):
+def test_unsupported_keys_are_named(keys, message):
     with pytest.raises(UnsupportedModelError, match=message):
         parse_model_config(NEMOTRON | keys)

@@ -1,4 +1,4 @@
-"""Packed weights move to one allocation and use their memory once."""
+"""Packed weights are moved to one allocation without taking memory twice."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def resident() -> int:
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmRSS"))
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="the C library is another one")
-def test_buffers_are_in_memory_once_after_they_moved() -> None:
-    """The C library kept the freed memory before, so a model used twice its size."""
+@pytest.mark.skipif(sys.platform != "linux", reason="needs glibc")
+def test_moved_buffers_are_in_memory_once() -> None:
+    """Regression: the C library kept the freed memory, so a model used twice its size."""
     model, between = nn.Module(), []
     torch.empty(30 << 20, dtype=torch.uint8)  # From now on the C library keeps smaller blocks.
     before = resident()
@@ -48,7 +48,7 @@ def gated(x, weight, out, workers):
     activate(x, weight, 0, out, workers)
 
 
-def test_who_touches_a_gate_and_its_up_reads_them(monkeypatch) -> None:
+def test_the_worker_that_touches_gate_and_up_reads_them(monkeypatch) -> None:
     """NaN in the memory that one of four workers touches must reach that worker's outputs only."""
     found: list[np.ndarray] = []
     monkeypatch.setattr(pool, "touch", lambda memory, workers: found.append(memory))

@@ -1,4 +1,4 @@
-"""Quantized linear layers: arithmetic, errors, and rejected options."""
+"""Quantized linear layers: arithmetic, error bounds, and rejected options."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from nanoengine.layers.packed import PackedLinear
 from nanoengine.layers.quantized import (
     QuantizedLinear,
     int4_bits,
-    multiply_int8,
+    matmul_int8,
     quantize_activations,
 )
 from nanoengine.layers.quantized_weight import (
@@ -54,7 +54,7 @@ def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> to
 def method(
     weight: torch.Tensor, option: str, *, dtype: torch.dtype = torch.float32
 ) -> QuantizedLinear:
-    """A layer that is created and loaded as a model does it, in two parts."""
+    """A layer that is created and loaded as in a model, in two parts."""
     quantization = resolve_quantization(option, None, device="cpu")
     made = cpu_kernels(dtype, quantization).linear("model.layers.0.mlp.down_proj")
     made.create(weight.shape, dtype, CPU)
@@ -70,9 +70,7 @@ def method(
 
 @given(st.sampled_from([96, 32]), st.integers(0, 2**32), st.sampled_from([1e-30, 1e-3, 1.0, 1e4]))
 @settings(max_examples=40, deadline=None)
-def test_every_weight_of_8_bits_is_off_by_half_a_step_at_most(
-    group_size: int, seed: int, size: float
-) -> None:
+def test_8_bit_errors_are_at_most_half_a_step(group_size: int, seed: int, size: float) -> None:
     weight = size * random(3, 96, seed=seed)
     weight[1] = 0
     quantized = quantize(weight, 8, group_size)
@@ -86,11 +84,11 @@ def test_every_weight_of_8_bits_is_off_by_half_a_step_at_most(
     assert (quantized.dequantized()[1] == 0).all()
 
 
-def old_int4(weight: torch.Tensor) -> torch.Tensor:
-    """Rounding without a search: the largest value per group of 32 becomes -8 (Q4_0 of ggml)."""
+def q4_0(weight: torch.Tensor) -> torch.Tensor:
+    """Rounding without a search: the largest magnitude per group of 32 becomes -8 (ggml's Q4_0)."""
     grouped = weight.unflatten(1, (-1, 32))
-    most, least = grouped.amax(2, keepdim=True), grouped.amin(2, keepdim=True)
-    scales = (torch.where(most >= -least, most, least) / -8).half().float()
+    high, low = grouped.amax(2, keepdim=True), grouped.amin(2, keepdim=True)
+    scales = (torch.where(high >= -low, high, low) / -8).half().float()
     return ((grouped / scales).round().clamp(-8, 7) * scales).flatten(1)
 
 
@@ -99,10 +97,8 @@ def relative_error(found: torch.Tensor, weight: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("inputs", [64, 576, 896, 512])
-@pytest.mark.parametrize(("bits", "allowed"), [(4, 0.70), (5, 0.18), (6, 0.05)])
-def test_few_bits_cost_less_than_rounding_without_a_search(
-    bits: int, allowed: float, inputs: int
-) -> None:
+@pytest.mark.parametrize(("bits", "max_ratio"), [(4, 0.70), (5, 0.18), (6, 0.05)])
+def test_few_bits_have_smaller_errors_than_q4_0(bits: int, max_ratio: float, inputs: int) -> None:
     normal, other = random(64, inputs), random(64, inputs, seed=1)
     for weight, size in (
         (normal, 1), (normal * other.abs(), 1), (3 + normal.abs(), 1), (normal, 1e-6)
@@ -113,32 +109,32 @@ def test_few_bits_cost_less_than_rounding_without_a_search(
         assert quantized.factors is not None
         assert quantized.factors.shape == (64, -(-inputs // 256))
         found = relative_error(quantized.dequantized() / size, weight)
-        assert found < allowed * relative_error(old_int4(weight), weight)
+        assert found < max_ratio * relative_error(q4_0(weight), weight)
 
 
-def test_few_bits_are_as_good_as_all_scales_and_minima_tried() -> None:
+def test_few_bits_are_close_to_an_exhaustive_search() -> None:
     weight = random(16, 256, seed=3)
     groups = weight.view(-1, 32)
     low, high = groups.amin(1, keepdim=True), groups.amax(1, keepdim=True)
     best = torch.full((len(groups),), torch.inf)
     for shift in torch.linspace(-0.1, 0.2, 31):
-        least = low + shift * (high - low)
+        minimum = low + shift * (high - low)
         for stretch in torch.linspace(0.7, 1.1, 41):
             scale = stretch * (high - low) / 15
-            codes = ((groups - least) / scale).round().clamp(0, 15)
-            best = torch.minimum(best, (codes * scale + least - groups).pow(2).sum(1))
+            codes = ((groups - minimum) / scale).round().clamp(0, 15)
+            best = torch.minimum(best, (codes * scale + minimum - groups).pow(2).sum(1))
     found = (quantize(weight, 4, 32).dequantized().view(-1, 32) - groups).pow(2).sum(1)
     assert found.sum() < 1.06 * best.sum()
 
 
-def test_groups_of_one_value_are_exact_within_the_scale() -> None:
+def test_constant_groups_are_exact_up_to_the_scale() -> None:
     for value in (0.0, 1.0, -1.0, 7.5):
         for bits in (4, 5, 6):
             found = quantize(torch.full((2, 96), value), bits, 32).dequantized()
             assert torch.allclose(found, torch.full((2, 96), value), rtol=1e-3, atol=0)
 
 
-def test_the_error_on_normal_weights_is_the_documented_one() -> None:
+def test_errors_on_normal_weights_are_as_documented() -> None:
     weight = random(256, 512)
     for bits, error in ((4, 0.0050), (5, 0.00128), (8, 0.0000285)):
         found = quantize(weight, bits, 32).dequantized()
@@ -158,7 +154,7 @@ def test_pairs_of_values_share_a_byte() -> None:
     assert torch.equal(unpack_pairs(pairs, E2M1), floats)
 
 
-def test_parts_stack_and_are_cut_for_ranks() -> None:
+def test_weights_are_stacked_and_split_for_ranks() -> None:
     weight = random(8, 64)
     whole = quantize(weight, 8, 32)
     cut = whole.part(slice(2, 6), slice(32, 64))
@@ -177,8 +173,8 @@ def test_parts_stack_and_are_cut_for_ranks() -> None:
     zeros = replace(whole, zeros=torch.ones_like(whole.scales))
     stacked = QuantizedWeight.stacked([whole, zeros], "x")
     assert torch.equal(stacked.dequantized(), torch.cat([whole.dequantized(), zeros.dequantized()]))
-    turned = replace(whole, order=torch.arange(64).flip(0))
-    for other in (rows, turned, quantize(weight, 8, 16)):
+    reordered = replace(whole, order=torch.arange(64).flip(0))
+    for other in (rows, reordered, quantize(weight, 8, 16)):
         with pytest.raises(WeightLoadError, match=r"fused in qkv are quantized differently"):
             QuantizedWeight.stacked([whole, other], "qkv")
 
@@ -186,7 +182,7 @@ def test_parts_stack_and_are_cut_for_ranks() -> None:
 # --- activations ----------------------------------------------------------------------------------
 
 
-def test_each_group_of_a_row_is_quantized_alone() -> None:
+def test_each_group_of_a_row_is_quantized_independently() -> None:
     x = random(5, 48) * torch.tensor([1e-3, 1, 0, 1e6, 7.0]).unsqueeze(1)
     x[1, 40] = 1000.0
     values, scales = quantize_activations(x, 32)
@@ -209,7 +205,7 @@ def test_ties_round_to_even() -> None:
 
 
 @pytest.mark.parametrize("option", OPTIONS)
-def test_what_is_not_finite_stays_so_and_stays_in_its_row(option: str) -> None:
+def test_nan_and_infinity_stay_in_their_row(option: str) -> None:
     made, x = method(random(16, 64), option), random(4, 64)
     expected = made.apply(x, None)
     spoiled = x.clone()
@@ -223,7 +219,7 @@ def test_what_is_not_finite_stays_so_and_stays_in_its_row(option: str) -> None:
 
 
 def rounded_inputs(x: torch.Tensor) -> torch.Tensor:
-    """The int8-rounded inputs [T, K]: groups of rotated inputs, rounded one by one."""
+    """Inputs [T, K] rounded to int8: rotated, rounded group by group, and rotated back."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     values, scales = quantize_activations(rotate(wide), GROUP)
     back = rotate(values.double() * scales.double().repeat_interleave(GROUP, 1)) / ROTATED
@@ -254,9 +250,9 @@ def test_a_layer_multiplies_by_the_dequantized_weight(option: str, dtype: torch.
         assert (found.double() - exact).abs().max() > 100 * tolerance, "nothing was quantized"
 
 
-def test_a_few_large_inputs_leave_the_others_their_bits() -> None:
-    """Some input columns of trained models are 30 times as large as the rest. With one scale per
-    token and per output, the squared error is 34 times as large."""
+def test_a_few_large_inputs_keep_the_precision_of_the_others() -> None:
+    """A few inputs of trained models are 30 times as large as the rest. With one scale per token
+    and one per output, the squared error would be 34 times as large."""
     weight, x = random(64, 640), random(20, 640, seed=1)
     x[:, [5, 300]] *= 30
     exact = x.double() @ weight.double().T
@@ -264,21 +260,21 @@ def test_a_few_large_inputs_leave_the_others_their_bits() -> None:
     assert error < 1e-4
 
 
-def test_stored_rows_of_one_scale_are_rotated_where_activations_are_int8() -> None:
+def test_stored_weights_with_row_scales_are_rotated_for_int8_activations() -> None:
     stored = quantize(random(48, 96), 8, 96)
     x = random(5, 96, seed=1)
-    for activations, most in (("int8", 2e-4), ("float", 1e-12)):
+    for activations, max_error in (("int8", 2e-4), ("float", 1e-12)):
         made = QuantizedLinear("x", bits=8, group_size=None, activations=activations)
         made.create((48, 96), torch.float32, CPU)
         made.load_quantized(stored)
         exact = x.double() @ stored.dequantized().double().T
         error = (made.apply(x, None) - exact).square().mean() / exact.square().mean()
-        assert error < most
+        assert error < max_error
 
 
 @pytest.mark.parametrize("inputs", [64, 72, 640])
-def test_rotated_rows_are_rounded_once(inputs: int) -> None:
-    """This includes one group over all inputs, which looks like one scale per output."""
+def test_rotated_weights_are_rounded_once(inputs: int) -> None:
+    """This includes a matrix with one group, which looks like one scale per output."""
     weight = random(16, inputs)
     made = QuantizedLinear("x", bits=8, group_size=None, activations="int8")
     made.create((16, inputs), torch.float32, CPU)
@@ -299,7 +295,7 @@ def test_a_row_has_the_same_bits_in_any_batch(option: str) -> None:
         assert torch.equal(torch.cat(parts), together)
 
 
-def test_zero_points_and_the_order_of_inputs_are_obeyed() -> None:
+def test_zero_points_and_the_order_of_inputs_are_applied() -> None:
     codes = torch.randint(-8, 8, (24, 96), generator=torch.Generator().manual_seed(2))
     weight = QuantizedWeight(
         values=codes.to(torch.int8), scales=random(24, 3) / 50, bits=4, group_size=32
@@ -325,19 +321,19 @@ def test_zero_points_and_the_order_of_inputs_are_obeyed() -> None:
 
 
 def test_long_dot_products_are_exact() -> None:
-    """Sums of 12,000 products of 127 exceed the integers that float32 holds exactly."""
+    """Sums of 12,000 products of 127 exceed the integers that float32 represents exactly."""
     weight = QuantizedWeight(
         values=torch.full((1, 12_001), 127, dtype=torch.int8),
         scales=torch.ones(1, 1), zeros=None, bits=8, group_size=12_001,
     )  # fmt: skip
     x = torch.full((1, 12_001), 127.0, dtype=torch.float64)
-    assert multiply_int8(x, weight).item() == 127 * 127 * 12_001
+    assert matmul_int8(x, weight).item() == 127 * 127 * 12_001
 
 
 # --- the model ------------------------------------------------------------------------------------
 
 
-def test_which_layers_are_quantized_and_how() -> None:
+def test_layers_get_methods_by_name_and_quantization() -> None:
     def make(name: str, quantization: Quantization | None) -> object:
         return cpu_kernels(torch.float32, quantization).linear(name)
 
@@ -348,7 +344,7 @@ def test_which_layers_are_quantized_and_how() -> None:
             make("lm_head", quantization),
         )
         assert (inner.bits, inner.group_size) == (bits, None if bits == 8 else 32)
-        assert (head.bits, head.group_size) == (8, None), "the head has int8 in either case"
+        assert (head.bits, head.group_size) == (8, None), "the head is int8 with both options"
     assert isinstance(make("lm_head", None), PackedLinear)
     stored = StoredQuantization(format="gptq", bits=4, group_size=128, skipped=("lm_head$",))
     quantization = resolve_quantization(None, stored, device="cpu")
@@ -360,17 +356,17 @@ FEW_BITS = {
     "qkv_proj": [(96, 5), (32, 8)], "o_proj": [(64, 5)], "gate_up_proj": [(192, 4)],
     "down_proj": [(64, 6)],
 }  # fmt: skip
-"""Rows and bits per matrix of a layer in these checkpoints, whose hidden size is 64."""
+"""(rows, bits) of each matrix of a layer in these checkpoints, whose hidden size is 64."""
 
 
-def test_int4_has_more_bits_where_errors_cost_most() -> None:
+def test_int4_has_more_bits_for_sensitive_matrices() -> None:
     for hidden, bits in ((576, (5, 8, 5, 4, 6)), (768, (4, 5, 4, 4, 5)), (4096, (4, 5, 4, 4, 5))):
         shapes = {"qkv_proj": (hidden, hidden), "v_proj": (192, hidden), "o_proj": (hidden, 2048),
                   "gate_up_proj": (3072, hidden), "down_proj": (hidden, 1536)}  # fmt: skip
         assert tuple(int4_bits(f"model.layers.0.x.{n}", *s) for n, s in shapes.items()) == bits
 
 
-def test_parameters_are_counted_as_such_and_bytes_as_they_are(tmp_path: Path) -> None:
+def test_model_size_counts_weights_and_stored_bytes(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "llama")
     plain, plain_bytes = model_size(build(tmp_path))
     assert plain_bytes == 4 * plain
@@ -392,10 +388,10 @@ def test_parameters_are_counted_as_such_and_bytes_as_they_are(tmp_path: Path) ->
         assert num_bytes == layers + scales + head + floats
 
 
-def test_ranks_hold_parts_of_the_quantized_model(tmp_path: Path) -> None:
+def test_ranks_have_parts_of_the_quantized_model(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "llama", intermediate_size=512)
     quantization = resolve_quantization("int4", None, device="cpu")
-    # Why float64: this dtype keeps the plain layout, which the test can read.
+    # Why float64: its weights are not packed, so the test can read them.
     kernels = cpu_kernels(torch.float64, quantization)
     whole = build(tmp_path, torch.float64, kernels=kernels).model.layers[0]
     shard = Shard(1, 2)
@@ -410,7 +406,7 @@ def test_ranks_hold_parts_of_the_quantized_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("option", OPTIONS)
-def test_dummy_weights_are_quantized_too(option: str) -> None:
+def test_dummy_weights_are_quantized(option: str) -> None:
     engine = make_engine(checkpoint("llama"), load_format="dummy", quantization=option)
     (request,) = run(engine, random_prompts(1, [5]), greedy(3))
     assert len(request.sequences[0].output_token_ids) == 3
@@ -423,7 +419,7 @@ def test_dummy_weights_are_quantized_too(option: str) -> None:
 STORED = StoredQuantization(format="awq", bits=4, group_size=128)
 GPTQ = replace(STORED, format="gptq")
 PACKED = replace(STORED, format="pack-quantized")
-KEPT = Quantization(bits=4, activations="float", stored=STORED)
+FROM_AWQ = Quantization(bits=4, activations="float", stored=STORED)
 
 
 @pytest.mark.parametrize(
@@ -432,12 +428,12 @@ KEPT = Quantization(bits=4, activations="float", stored=STORED)
         (None, None, "cpu", None),
         ("int4", None, "cpu", Quantization(bits=4, activations="int8")),
         ("int8_weight_only", None, "cpu", Quantization(bits=8, activations="float")),
-        (None, STORED, "cpu", KEPT),
-        ("int4", STORED, "cpu", replace(KEPT, activations="int8")),
+        (None, STORED, "cpu", FROM_AWQ),
+        ("int4", STORED, "cpu", replace(FROM_AWQ, activations="int8")),
         # The option may name the checkpoint's own format.
-        ("awq", STORED, "cpu", KEPT),
-        ("gptq", GPTQ, "cpu", replace(KEPT, stored=GPTQ)),
-        ("compressed-tensors", PACKED, "cpu", replace(KEPT, stored=PACKED)),
+        ("awq", STORED, "cpu", FROM_AWQ),
+        ("gptq", GPTQ, "cpu", replace(FROM_AWQ, stored=GPTQ)),
+        ("compressed-tensors", PACKED, "cpu", replace(FROM_AWQ, stored=PACKED)),
         # A GPU uses float activations, and keeps stored weights without an option.
         (None, STORED, "cuda", None),
         ("awq", STORED, "cuda", None),
@@ -450,7 +446,7 @@ KEPT = Quantization(bits=4, activations="float", stored=STORED)
         ("int4", STORED, "cuda", r"contradicts the checkpoint, .*: leave the option out$"),
     ],
 )  # fmt: skip
-def test_options_choose_activations_and_may_not_contradict_the_checkpoint(
+def test_options_select_activations_and_must_match_the_checkpoint(
     option: str | None, stored: StoredQuantization | None, device: str, expected: Any
 ) -> None:
     if not isinstance(expected, str):
@@ -462,10 +458,8 @@ def test_options_choose_activations_and_may_not_contradict_the_checkpoint(
 
 @pytest.mark.parametrize("option", ["int8", "int4", "int8_weight_only"])
 @pytest.mark.parametrize("stacked", [False, True])
-def test_a_mixture_of_experts_is_quantized_while_it_loads(
-    option: str, stacked: bool, tmp_path: Path
-) -> None:
-    """An expert has the same matrices as a layer that is quantized alone, stacked or not."""
+def test_experts_are_quantized_while_they_load(option: str, stacked: bool, tmp_path: Path) -> None:
+    """An expert's matrices equal separately quantized ones, whether or not they are stacked."""
     make_checkpoint(tmp_path, "qwen3_moe", fused_experts=stacked)
     resolved = resolve_quantization(option, None, device="cpu")
     kernels = cpu_kernels(torch.float32, resolved)
@@ -483,15 +477,15 @@ def test_a_mixture_of_experts_is_quantized_while_it_loads(
 
 
 @pytest.mark.parametrize("value", ["int3", "fp4", 4, True])
-def test_other_values_are_refused(value: object) -> None:
+def test_unknown_values_raise(value: object) -> None:
     with pytest.raises(ConfigError, match=r"quantization must be one of int8, int4, .*, None, got"):
         EngineConfig(model="m", quantization=value)  # type: ignore[arg-type]
 
 
-def test_inputs_that_make_no_groups_are_refused_before_weights_are_read(
+def test_inputs_that_do_not_fill_groups_raise_before_weights_are_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_checkpoint(tmp_path, "llama", intermediate_size=72)
     monkeypatch.setattr(loader, "load_weights", None)
-    with pytest.raises(ConfigError, match=r"groups of 32 inputs, and .*down_proj has 72"):
+    with pytest.raises(ConfigError, match=r"a multiple of 32 inputs, and .*down_proj has 72"):
         build_engine(EngineConfig(model=str(tmp_path), device="cpu", quantization="int4"))

@@ -1,4 +1,4 @@
-"""Experts in 4 and 8 bits on a GPU: kept in their stored format, in one grouped product."""
+"""Experts in 4 and 8 bits on a GPU: kept in their stored format, multiplied by grouped GEMMs."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import torch
 
 from nanoengine.layers.collectives import Shard
 from nanoengine.layers.quantized_weight import quantize
-from nanoengine.layers.triton_experts import TritonExperts, stacked
-from nanoengine.layers.triton_quantized import TritonQuantizedLinear, triton_kind
+from nanoengine.layers.triton_experts import TritonExperts, stack_weights
+from nanoengine.layers.triton_quantized import TritonQuantizedLinear, make_triton_linear
 from nanoengine.models.decoder import CausalLM
 from nanoengine.models.moe import SparseMLP
 from nanoengine.models.triton import TritonKernels
-from tests.layers.test_triton_quantized import drawn, layer
+from tests.layers.test_triton_quantized import layer, random_weight
 from tests.support.attention_cases import DEVICE
 from tests.support.checkpoints import make_checkpoint
 from tests.support.emulated_gpu import EmulatedGPU
@@ -39,18 +39,18 @@ FORMS = {
 """Checkpoint format -> form, inputs per tile, inputs per scale."""
 
 
-def stored_as(case: str, directory: Path, **overrides: Any) -> Path:
-    """Writes a quantized mixture of experts and the same weights as floats; returns the former."""
+def write_experts(case: str, directory: Path, **overrides: Any) -> Path:
+    """Writes a quantized mixture of experts, and the same model as floats; returns the former."""
     sizes = SIZES | {"mlp_only_layers": []} | overrides
     sizes |= {"head_dim": 32} if case in SMALL_FLOATS else {}
     write_case(directory, case, "qwen3_moe", **sizes)
     return directory / "quantized"
 
 
-def on_gpu(directory: Path, **fields: Any) -> CausalLM:
-    """The model as an engine on a GPU loads it, in float32."""
+def load_on_gpu(directory: Path, **fields: Any) -> CausalLM:
+    """Loads the model as an engine on a GPU does, in float32."""
     kernels = TritonKernels(DenseAttention(), dtype=torch.float32)
-    kernels = stored_kernels(directory, kernels, triton_kind)
+    kernels = stored_kernels(directory, kernels, make_triton_linear)
     return build(directory, torch.float32, kernels=kernels, **fields)
 
 
@@ -65,10 +65,13 @@ def rows(count: int, size: int = 128) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("case", FORMS)
-def test_a_grouped_product_widens_what_is_stored(case: str, tmp_path: Path) -> None:
-    """The reference uses the same weights in float64, one expert after another."""
-    directory = stored_as(case, tmp_path)
-    mlp, floats = mixture(on_gpu(directory)), mixture(build(tmp_path / "floats", torch.float64))
+def test_grouped_gemms_dequantize_stored_weights(case: str, tmp_path: Path) -> None:
+    """The reference is the float64 model, one expert after the other."""
+    directory = write_experts(case, tmp_path)
+    mlp, floats = (
+        mixture(load_on_gpu(directory)),
+        mixture(build(tmp_path / "floats", torch.float64)),
+    )
     grouped = mlp.routed
     assert isinstance(grouped, TritonExperts)
     for stack in (grouped.gate_up, grouped.down):
@@ -88,36 +91,42 @@ def test_a_grouped_product_widens_what_is_stored(case: str, tmp_path: Path) -> N
         assert (mlp.experts(x, *mlp.gate(x)).double() - expected).abs().max() < 1e-5
 
 
-def test_inputs_in_another_order_are_multiplied_expert_by_expert(tmp_path: Path) -> None:
+def test_experts_with_reordered_inputs_run_separately(tmp_path: Path) -> None:
     """Each expert has its own input order."""
-    directory = stored_as("gptq-desc-act", tmp_path)
-    mlp, floats = mixture(on_gpu(directory)), mixture(build(tmp_path / "floats", torch.float64))
+    directory = write_experts("gptq-desc-act", tmp_path)
+    mlp, floats = (
+        mixture(load_on_gpu(directory)),
+        mixture(build(tmp_path / "floats", torch.float64)),
+    )
     assert not mlp.graph_safe and isinstance(mlp.experts.experts[3].down, TritonQuantizedLinear)
     expected = floats(rows(7).double())
     assert (mlp(rows(7)).double() - expected).abs().max() < 1e-5
 
 
-def test_an_expert_without_zero_points_may_be_beside_one_that_has_them() -> None:
-    methods = [layer(drawn("int4", 16, 64, 32, zeros)) for zeros in (False, True)]
+def test_experts_with_and_without_zero_points_are_stacked() -> None:
+    methods = [layer(random_weight("int4", 16, 64, 32, zeros)) for zeros in (False, True)]
     points = methods[1].zeros.clone()
-    found = stacked(methods).zeros
+    found = stack_weights(methods).zeros
     assert found is not None and not found[0].any() and torch.equal(found[1], points)
 
 
-def test_new_weights_of_an_expert_come_into_the_stack() -> None:
+def test_new_weights_of_an_expert_are_written_to_the_stack() -> None:
     weights = torch.randn(2, 16, 64, generator=torch.Generator().manual_seed(5)).to(DEVICE)
     methods = [layer(quantize(weights[0], 5, 32)) for _ in range(2)]
-    held, fresh = stacked(methods), layer(quantize(weights[1], 5, 32))
+    stack, fresh = stack_weights(methods), layer(quantize(weights[1], 5, 32))
     methods[1].load(weights[1])
     for name in ("weight", "scales", "zeros"):
-        assert torch.equal(getattr(held, name)[1], getattr(fresh, name))
-        assert not torch.equal(*getattr(held, name))
+        assert torch.equal(getattr(stack, name)[1], getattr(fresh, name))
+        assert not torch.equal(*getattr(stack, name))
 
 
-def test_a_matrix_without_a_tile_is_floats_beside_one_that_is_held(tmp_path: Path) -> None:
-    """down_proj has 40 inputs, no multiple of a tile of 16."""
-    directory = stored_as("int-quantized", tmp_path, moe_intermediate_size=40)
-    grouped, floats = mixture(on_gpu(directory)).routed, build(tmp_path / "floats", torch.float64)
+def test_a_matrix_without_a_tile_size_is_dequantized(tmp_path: Path) -> None:
+    """down_proj has 40 inputs, which is not a multiple of a tile of 16."""
+    directory = write_experts("int-quantized", tmp_path, moe_intermediate_size=40)
+    grouped, floats = (
+        mixture(load_on_gpu(directory)).routed,
+        build(tmp_path / "floats", torch.float64),
+    )
     assert isinstance(grouped, TritonExperts)
     assert (grouped.gate_up.form.name, grouped.down.form.name) == ("int8", "")
     expected = mixture(floats)(rows(7).double())
@@ -125,12 +134,12 @@ def test_a_matrix_without_a_tile_is_floats_beside_one_that_is_held(tmp_path: Pat
 
 
 @pytest.mark.parametrize(("case", "inputs"), [("fp8", 192), ("awq", 128), ("nvfp4", 64)])
-def test_two_ranks_hold_their_parts(case: str, inputs: int, tmp_path: Path) -> None:
+def test_two_ranks_have_their_parts(case: str, inputs: int, tmp_path: Path) -> None:
     """Groups that cross a rank's boundary are split into smaller groups."""
-    directory = stored_as(case, tmp_path, moe_intermediate_size=inputs)
+    directory = write_experts(case, tmp_path, moe_intermediate_size=inputs)
     floats, found = mixture(build(tmp_path / "floats", torch.float64)), torch.zeros(7, 128)
     for rank in (0, 1):
-        grouped = mixture(on_gpu(directory, shard=Shard(rank, 2))).routed
+        grouped = mixture(load_on_gpu(directory, shard=Shard(rank, 2))).routed
         assert isinstance(grouped, TritonExperts) and grouped.down.shape == (8, 128, inputs // 2)
         assert grouped.down.weight.element_size() == 1
         found += grouped(rows(7))
@@ -147,9 +156,9 @@ PROMPTS = random_prompts(40, 3)
 
 
 @pytest.mark.parametrize("case", ["fp8", "awq", "mxfp4", "int4", "int8", "Q4_0", "Q8_0"])
-def test_tokens_are_those_of_float_activations_on_the_cpu(case: str, tmp_path: Path) -> None:
+def test_tokens_match_float_activations_on_the_cpu(case: str, tmp_path: Path) -> None:
     """Stored formats, quantization at load, and GGUF blocks: decodes replay CUDA graphs, no step
-    synchronizes, and the experts of a layer take two products."""
+    synchronizes, and the experts of a layer take two grouped GEMMs."""
     options, path, sizes = dict(SMALL), tmp_path, SIZES | {"mlp_only_layers": []}
     if case == "mxfp4":
         make_mxfp4(path)
@@ -161,15 +170,15 @@ def test_tokens_are_those_of_float_activations_on_the_cpu(case: str, tmp_path: P
         make_gguf(path, "qwen3_moe", types=lambda name: case, **sizes)
         options["quantization"] = "gguf_weight_only"
     else:
-        path = stored_as(case, tmp_path)
+        path = write_experts(case, tmp_path)
     cpu = make_engine(str(path), device="cpu", attention_backend="cpu", **options)
-    expected, held = tokens(run(cpu, PROMPTS, greedy(5))), cpu.info.weight_bytes
+    expected, cpu_bytes = tokens(run(cpu, PROMPTS, greedy(5))), cpu.info.weight_bytes
     with EmulatedGPU() as gpu:
         engine = make_engine(str(path), **options | ON_GPU)
         experts = [m for m in engine.executor.model.modules() if isinstance(m, SparseMLP)]
-        stacks = [one for m in experts for one in (m.routed.gate_up, m.routed.down)]
+        stacks = [stack for m in experts for stack in (m.routed.gate_up, m.routed.down)]
         assert all(stack.form.name and stack.weight.element_size() == 1 for stack in stacks)
-        assert engine.info.weight_bytes < 1.3 * held
+        assert engine.info.weight_bytes < 1.3 * cpu_bytes
         del experts, stacks
         gpu.waits.clear()
         gpu.kernels.clear()
@@ -183,14 +192,14 @@ def test_tokens_are_those_of_float_activations_on_the_cpu(case: str, tmp_path: P
         assert gpu.num_allocated == 0
 
 
-def test_the_products_of_layers_are_named(tmp_path: Path) -> None:
-    directory = stored_as("fp8", tmp_path)
+def test_engine_info_describes_the_gemm_kernels(tmp_path: Path) -> None:
+    directory = write_experts("fp8", tmp_path)
     with EmulatedGPU():
         engine = make_engine(str(directory), **SMALL | ON_GPU, enforce_eager=True)
         found = engine.info.products
         engine.close()
     assert found == (
-        "2 matrices: e4m3, widened in a product by Triton",
-        "2 matrices: floats, by torch",
-        "16 matrices: e4m3, a grouped product of experts by Triton",
+        "2 matrices: e4m3, dequantized within a Triton GEMM",
+        "2 matrices: floats, in torch",
+        "16 matrices: e4m3, grouped GEMM of experts in Triton",
     )

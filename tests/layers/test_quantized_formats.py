@@ -1,5 +1,5 @@
-"""Checkpoints of GPTQ, AWQ, compressed-tensors and fp8 against the same weights as floats:
-multiplied in their stored format, and dequantized at load."""
+"""GPTQ, AWQ, compressed-tensors and fp8 checkpoints against the same weights as floats: multiplied
+in their stored format, and dequantized while loading."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.support.model_helpers import all_logits, build, random_prompts
 from tests.support.quantized_checkpoints import (
     AWQ,
     CASES,
-    FOUR,
+    FP4,
     FP8,
     GPTQ,
     MIXED,
@@ -42,8 +42,8 @@ from tests.support.quantized_checkpoints import (
     fp8,
     group,
     int_config,
-    load_expanded,
-    load_held,
+    load_dequantized_model,
+    load_quantized_model,
     write_case,
 )
 
@@ -54,27 +54,27 @@ PROMPTS = random_prompts(9, 3)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_stored_model_equals_its_float_weights(case: str, tmp_path: Path) -> None:
+def test_a_quantized_model_matches_its_float_weights(case: str, tmp_path: Path) -> None:
     floats, directory = write_case(tmp_path, case), tmp_path / "quantized"
     expected = all_logits(build(floats, torch.float64), PROMPTS)
     atol = 1e-9 if case in SMALL_FLOATS else 1e-5 * float(expected.std())
     option = "int8_weight_only" if case == "int-quantized" else None
-    model = load_held(directory, option)
+    model = load_quantized_model(directory, option)
     assert (all_logits(model, PROMPTS) - expected).abs().max() < atol
-    held = [m for m in model.modules() if isinstance(m, QuantizedLinear)]
-    some = {"fp8-some": 5, "gptq-head": 9, "awq-some": 2, "pack-quantized-ignore": 2}
-    assert len(held) == some.get(case, 8)
-    assert all(m.values.element_size() == 1 for m in held), "one byte a weight, or half a byte"
+    layers = [m for m in model.modules() if isinstance(m, QuantizedLinear)]
+    counts = {"fp8-some": 5, "gptq-head": 9, "awq-some": 2, "pack-quantized-ignore": 2}
+    assert len(layers) == counts.get(case, 8)
+    assert all(m.values.element_size() == 1 for m in layers), "one byte per weight, or half a byte"
     drawn = getattr(CASES[case][1], "keywords", {})
     if case not in SMALL_FLOATS:
-        assert held[0].bits == drawn.get("bits", 4)
-        assert (held[0].zeros is None) == drawn.get("symmetric", False)
-    assert (held[0].order is not None) == drawn.get("is_scattered", False)
-    floating = load_expanded(directory)
-    methods = [m.method for m in floating.modules() if getattr(m, "method", None)]
+        assert layers[0].bits == drawn.get("bits", 4)
+        assert (layers[0].zeros is None) == drawn.get("symmetric", False)
+    assert (layers[0].order is not None) == drawn.get("is_scattered", False)
+    dequantized = load_dequantized_model(directory)
+    methods = [m.method for m in dequantized.modules() if getattr(m, "method", None)]
     assert all(type(method) is UnquantizedLinear for method in methods)
-    assert (all_logits(floating, PROMPTS) - expected).abs().max() < atol
-    single = load_held(directory, option, dtype=torch.float32)
+    assert (all_logits(dequantized, PROMPTS) - expected).abs().max() < atol
+    single = load_quantized_model(directory, option, dtype=torch.float32)
     assert any(isinstance(m, CPUWeightOnlyLinear) for m in single.modules())
     assert (all_logits(single, PROMPTS) - expected).abs().max() < 1e-4 * expected.std()
 
@@ -87,23 +87,23 @@ def test_a_stored_model_equals_its_float_weights(case: str, tmp_path: Path) -> N
         ("ernie4_5", "awq", {}),  # interleaved RoPE
     ],
 )  # fmt: skip
-def test_families_with_other_matrices_are_read_too(
+def test_other_families_match_their_float_weights(
     family: str, case: str, overrides: dict[str, Any], tmp_path: Path
 ) -> None:
     floats = write_case(tmp_path, case, family, **overrides)
     prompts = random_prompts(12, 3)
     expected = all_logits(build(floats, torch.float64), prompts)
-    for make in (load_held, load_expanded):
+    for make in (load_quantized_model, load_dequantized_model):
         assert (all_logits(make(tmp_path / "quantized"), prompts) - expected).abs().max() < 1e-9
-    single = load_held(tmp_path / "quantized", dtype=torch.float32)
+    single = load_quantized_model(tmp_path / "quantized", dtype=torch.float32)
     assert (all_logits(single, prompts) - expected).abs().max() < 1e-4 * expected.std()
 
 
 @pytest.mark.parametrize("case", ["gptq-desc-act", "awq", "int-quantized"])
-def test_stored_models_run_with_quantized_activations(case: str, tmp_path: Path) -> None:
+def test_quantized_models_run_with_quantized_activations(case: str, tmp_path: Path) -> None:
     floats, bits = write_case(tmp_path, case), 8 if case == "int-quantized" else 4
     expected = all_logits(build(floats, torch.float64), PROMPTS)
-    found = all_logits(load_held(tmp_path / "quantized", f"int{bits}"), PROMPTS)
+    found = all_logits(load_quantized_model(tmp_path / "quantized", f"int{bits}"), PROMPTS)
     assert 1e-4 * expected.std() < (found - expected).abs().max() < 0.5 * expected.std()
     engine = make_engine(str(tmp_path / "quantized"))
     activations = "int8" if case == "int-quantized" else "float"
@@ -120,12 +120,17 @@ def test_stored_models_run_with_quantized_activations(case: str, tmp_path: Path)
 
 
 @pytest.mark.parametrize("case", ["fp8", "mixed"])
-def test_an_engine_generates_what_transformers_does(case: str, tmp_path: Path) -> None:
+def test_generated_tokens_match_transformers(case: str, tmp_path: Path) -> None:
     floats = write_case(tmp_path, case)
     oracle = AutoModelForCausalLM.from_pretrained(floats).eval()
     prompts = torch.tensor(random_prompts(12, 12))
-    plainly = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    expected = oracle.generate(prompts, attention_mask=torch.ones_like(prompts), **plainly)
+    greedy_options = {
+        "max_new_tokens": 8,
+        "do_sample": False,
+        "eos_token_id": None,
+        "pad_token_id": 0,
+    }
+    expected = oracle.generate(prompts, attention_mask=torch.ones_like(prompts), **greedy_options)
     for backend in ("cpu", "naive"):
         options = {"attention_backend": backend, "dtype": "float32"}
         engine = make_engine(str(tmp_path / "quantized"), **options)
@@ -142,16 +147,16 @@ def test_an_engine_generates_what_transformers_does(case: str, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("backend", ["naive", "cpu"])
-def test_an_engine_holds_floats_where_no_kernel_takes_the_stored_form(
+def test_weights_without_a_kernel_are_dequantized(
     backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The configuration of a GPU, on this CPU."""
+    """With the configuration of a GPU, on this CPU."""
     on_gpu = partial(resolve_quantization, device="cuda")
     monkeypatch.setattr(build_module, "resolve_quantization", lambda *given, device: on_gpu(*given))
     floats, prompts = write_case(tmp_path, "mixed"), random_prompts(12, 5)
     options = {"attention_backend": backend, "dtype": "float32"}
     engine = make_engine(str(tmp_path / "quantized"), **options)
-    assert "stored in fp4, fp8 and held as torch.float32" in caplog.text
+    assert "stored in fp4, fp8 are dequantized to torch.float32" in caplog.text
     assert (engine.info.quantization, engine.info.weight_bits) == (None, None)
     found = tokens(run(engine, prompts, greedy(8)))
     plain = make_engine(str(floats), **options)
@@ -159,21 +164,21 @@ def test_an_engine_holds_floats_where_no_kernel_takes_the_stored_form(
     assert found == tokens(run(plain, prompts, greedy(8)))
 
 
-def test_blocks_are_those_of_transformers() -> None:
+def test_fp8_blocks_match_transformers() -> None:
     weight = torch.randn(256, 384, generator=torch.Generator().manual_seed(5))
-    tensors, numbers = fp8(weight, "")
+    tensors, values = fp8(weight, "")
     found = Fp8Dequantize(None)._dequantize_one(tensors["weight"], tensors["weight_scale_inv"])
-    assert torch.equal(found, numbers)
+    assert torch.equal(found, values)
 
 
 @pytest.mark.parametrize("case", ["gptq", "pack-quantized-zeros", "fp8"])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_holds_its_part(case: str, rank: int, tmp_path: Path) -> None:
+def test_a_rank_has_its_part(case: str, rank: int, tmp_path: Path) -> None:
     sizes = {"intermediate_size": 512, "head_dim": 64} if case == "fp8" else {}
     write_case(tmp_path, case, **{"intermediate_size": 128, **sizes})
     models = [
         make(tmp_path / "quantized", **fields).model.layers[1].mlp
-        for make in (load_held, load_expanded)
+        for make in (load_quantized_model, load_dequantized_model)
         for fields in ({}, {"shard": Shard(rank, 2)})
     ]
     for names, whole, part in (
@@ -187,48 +192,48 @@ def test_a_rank_holds_its_part(case: str, rank: int, tmp_path: Path) -> None:
             assert torch.equal(getattr(part.gate_up_proj.method, name), both)
 
 
-def test_a_rank_of_expanded_weights_may_cut_through_a_group(tmp_path: Path) -> None:
+def test_a_rank_of_dequantized_weights_may_split_a_group(tmp_path: Path) -> None:
     write_case(tmp_path, "fp8")
     directory, shard = tmp_path / "quantized", Shard(1, 2)
-    whole = load_expanded(directory).model.layers[0].mlp.down_proj.method
-    part = load_expanded(directory, shard=shard).model.layers[0].mlp.down_proj.method
+    whole = load_dequantized_model(directory).model.layers[0].mlp.down_proj.method
+    part = load_dequantized_model(directory, shard=shard).model.layers[0].mlp.down_proj.method
     assert torch.equal(part.weight, whole.weight[:, 96:])
     with pytest.raises(WeightLoadError, match="cut through the quantized groups"):
-        load_held(directory, shard=shard)
+        load_quantized_model(directory, shard=shard)
 
 
-def test_dummy_weights_need_no_stored_form(tmp_path: Path) -> None:
+def test_dummy_weights_work_with_every_loader(tmp_path: Path) -> None:
     write_case(tmp_path, "fp8")
-    for make in (load_held, load_expanded):
+    for make in (load_quantized_model, load_dequantized_model):
         model = make(tmp_path / "quantized", dtype=torch.float32, load_format="dummy")
         assert all_logits(model, PROMPTS).isfinite().all()
 
 
-def test_biases_stay_beside_quantized_matrices(tmp_path: Path) -> None:
+def test_biases_of_quantized_layers_are_loaded(tmp_path: Path) -> None:
     """The model's own biases, and the zero biases that GPTQ writers add to layers without one."""
     floats = write_case(tmp_path, "gptq", "qwen2")
     expected = all_logits(build(floats, torch.float64), PROMPTS)
     quantized = tmp_path / "quantized"
     assert (
-        all_logits(load_held(quantized), PROMPTS) - expected
+        all_logits(load_quantized_model(quantized), PROMPTS) - expected
     ).abs().max() < 1e-5 * expected.std()
     file = quantized / "model.safetensors"
     stored = load_file(file)
     name = "model.layers.0.mlp.down_proj.bias"
     save_file(stored | {name: torch.zeros(64)}, file)
     assert (
-        all_logits(load_held(quantized), PROMPTS) - expected
+        all_logits(load_quantized_model(quantized), PROMPTS) - expected
     ).abs().max() < 1e-5 * expected.std()
     save_file(stored | {name: torch.ones(64)}, file)
-    with pytest.raises(WeightLoadError, match=r"0\.mlp\.down_proj: .* bias that is not 0"):
-        load_held(quantized)
+    with pytest.raises(WeightLoadError, match=r"0\.mlp\.down_proj: .* nonzero bias"):
+        load_quantized_model(quantized)
 
 
-def test_gptq_may_do_without_g_idx(tmp_path: Path) -> None:
+def test_gptq_without_g_idx_is_supported(tmp_path: Path) -> None:
     floats = write_case(tmp_path, "gptq")
     edit(tmp_path / "quantized", lambda t: [t.pop(n) for n in list(t) if n.endswith("g_idx")])
     expected = all_logits(build(floats, torch.float64), PROMPTS)
-    found = all_logits(load_held(tmp_path / "quantized"), PROMPTS)
+    found = all_logits(load_quantized_model(tmp_path / "quantized"), PROMPTS)
     assert (found - expected).abs().max() < 1e-5 * expected.std()
 
 
@@ -236,7 +241,7 @@ def test_gptq_may_do_without_g_idx(tmp_path: Path) -> None:
 def test_words_are_unpacked_from_the_low_bits(bits: int) -> None:
     values = np.random.default_rng(0).integers(0, 1 << bits, (3, 64))
     words = fill_words(values, bits)
-    assert (words < 0).any(), "the sign bit is a value's bit like any other"
+    assert (words < 0).any(), "some words must have the sign bit set"
     assert torch.equal(unpack_words(words, bits), torch.from_numpy(values).int())
 
 
@@ -248,24 +253,24 @@ def weight_of(form: str) -> QuantizedWeight:
     generator = torch.Generator().manual_seed(1)
     codes, group_size = torch.randint(0, 256, (88, 192), generator=generator), 32
     scales = torch.rand(88, 6, generator=generator) + 0.5
-    more: dict[str, Any] = {"bits": 4}
+    fields: dict[str, Any] = {"bits": 4}
     if form == "e4m3":
-        numbers = torch.where(codes & 127 == 127, 0, codes).to(torch.uint8).view(torch.int8)
-        more = {"bits": 8, "floats": True}
+        values = torch.where(codes & 127 == 127, 0, codes).to(torch.uint8).view(torch.int8)
+        fields = {"bits": 8, "floats": True}
     elif form == "e2m1":
-        numbers, more["table"] = torch.tensor(E2M1, dtype=torch.int8)[codes % 16], E2M1
+        values, fields["table"] = torch.tensor(E2M1, dtype=torch.int8)[codes % 16], E2M1
     elif form == "int4":
-        numbers = (codes % 16 - 8).to(torch.int8)
+        values = (codes % 16 - 8).to(torch.int8)
     else:
-        numbers, more["bits"] = (codes - 128).to(torch.int8), 8
+        values, fields["bits"] = (codes - 128).to(torch.int8), 8
     zeros = torch.randint(-8, 8, (88, 6), generator=generator).float() if "zeros" in form else None
     return QuantizedWeight(
-        values=numbers, scales=scales, zeros=zeros, group_size=group_size, **more
+        values=values, scales=scales, zeros=zeros, group_size=group_size, **fields
     )
 
 
 @pytest.mark.parametrize("form", ["e4m3", "e2m1", "int4", "int8", "int8 with zeros"])
-def test_the_kernel_widens_every_code_exactly(form: str) -> None:
+def test_the_kernel_dequantizes_every_code_exactly(form: str) -> None:
     weight = weight_of(form)
     method = CPUWeightOnlyLinear("layer", bits=weight.bits, group_size=32, activations="float")
     method.create((88, 192), torch.float32, torch.device("cpu"))
@@ -275,7 +280,9 @@ def test_the_kernel_widens_every_code_exactly(form: str) -> None:
     whole = method.apply(x, None)
     torch.testing.assert_close(whole, x @ weight.dequantized().T, rtol=1e-4, atol=1e-3 * 448)
     for rows in (1, 2, 5, 33):
-        assert torch.equal(method.apply(x[:rows], None), whole[:rows]), "other bits in a batch"
+        assert torch.equal(method.apply(x[:rows], None), whole[:rows]), (
+            "other bits in another batch"
+        )
 
 
 # --- unsupported checkpoints ----------------------------------------------------------------------
@@ -324,20 +331,20 @@ BROKEN: dict[str, tuple[str, Callable[[Tensors], object], str]] = {
     "groups of unequal size": (
         "gptq",
         lambda t: t[f"{DOWN}.g_idx"].fill_(1),
-        rf"{DOWN}: g_idx does not make 3 groups of 32 inputs",
+        rf"{DOWN}: g_idx does not have 3 groups of 32 inputs",
     ),
-    "a weight that is no number": (
+    "a NaN weight": (
         "fp8", lambda t: t[f"{Q}.weight"].view(torch.uint8)[3, 5].fill_(0xFF),
         rf"{Q}: a weight is 0x7f or 0xff",
     ),
-    "a scale that is no number": (
-        "channel", lambda t: t[f"{Q}.weight_scale"][7].fill_(torch.inf), rf"{Q}: a scale is no",
+    "an infinite scale": (
+        "channel", lambda t: t[f"{Q}.weight_scale"][7].fill_(torch.inf), rf"{Q}: a scale is NaN or",
     ),
     "a global scale of zero": (
-        "nvfp4", lambda t: t[f"{Q}.weight_global_scale"].zero_(), rf"{Q}: a scale is no finite",
+        "nvfp4", lambda t: t[f"{Q}.weight_global_scale"].zero_(), rf"{Q}: a scale is NaN or",
     ),
     "no scale": (
-        "fp8-older", lambda t: t.pop(f"{Q}.weight_scale"), rf"{Q}: it has 0 of weight_scale_inv",
+        "fp8-older", lambda t: t.pop(f"{Q}.weight_scale"), rf"{Q}: expected one of weight",
     ),
     "other blocks": (
         "fp8", lambda t: t.update({f"{Q}.weight_scale_inv": torch.ones(1, 2)}),
@@ -351,12 +358,12 @@ BROKEN: dict[str, tuple[str, Callable[[Tensors], object], str]] = {
 
 
 @pytest.mark.parametrize("case", BROKEN)
-def test_tensors_that_do_not_match_are_named(case: str, tmp_path: Path) -> None:
+def test_wrong_tensors_are_named(case: str, tmp_path: Path) -> None:
     name, change, message = BROKEN[case]
     write_case(tmp_path, name)
     edit(tmp_path / "quantized", change)
     # Dequantization handles each matrix separately, with its own input order.
-    for make in (load_held, *([] if "fused" in case else [load_expanded])):
+    for make in (load_quantized_model, *([] if "fused" in case else [load_dequantized_model])):
         with pytest.raises(WeightLoadError, match=message):
             make(tmp_path / "quantized")
 
@@ -364,7 +371,7 @@ def test_tensors_that_do_not_match_are_named(case: str, tmp_path: Path) -> None:
 # --- configs --------------------------------------------------------------------------------------
 
 
-def test_configs_are_read() -> None:
+def test_configs_are_parsed() -> None:
     def parse(raw: dict[str, Any], *, tied: bool = False) -> StoredQuantization:
         return parse_quantization(raw, tied=tied)
 
@@ -379,12 +386,12 @@ def test_configs_are_read() -> None:
     w8a8 = parse(int_config("int-quantized", num_bits=8, strategy="channel", group_size=None))
     assert (w8a8.activations, w8a8.bits, w8a8.group_size) == ("int8", 8, None)
     ignoring = parse({**int_config(), "ignore": ["re:.*mlp\\.", "model.layers.1.self_attn.o_proj"]})
-    held = {
+    is_quantized = {
         name: ignoring.of(f"model.layers.{name}") is not None
         for name in ("1.mlp.gate_up_proj", "1.mlp.down_proj", "1.self_attn.o_proj",
                      "11.self_attn.o_proj", "1.self_attn.qkv_proj")
     }  # fmt: skip
-    assert list(held.values()) == [False, False, False, True, True]
+    assert list(is_quantized.values()) == [False, False, False, True, True]
     assert ignoring.of("lm_head")
     some = parse({**int_config(), "ignore": ["model.layers.1.self_attn.q_proj"]})
     assert some.of("model.layers.0.self_attn.qkv_proj")
@@ -397,7 +404,7 @@ def with_group(**fields: Any) -> dict[str, Any]:
     return raw | {"config_groups": {"group_0": raw["config_groups"]["group_0"] | fields}}
 
 
-REFUSED: dict[str, dict[str, Any]] = {
+UNSUPPORTED: dict[str, dict[str, Any]] = {
     "quant_method='bitsandbytes'; supported: gptq, awq, compressed-tensors": {
         "quant_method": "bitsandbytes"
     },
@@ -449,7 +456,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     ),
     "weights.block_structure=[]": compressed(group({"strategy": "block"})),
     "weights.group_size=32; supported: 16": compressed(
-        group({**FOUR, "group_size": 32}), layout="nvfp4-pack-quantized"
+        group({**FP4, "group_size": 32}), layout="nvfp4-pack-quantized"
     ),
     "weights.num_bits=4; supported: 8": compressed(group({"num_bits": 4, "strategy": "channel"})),
     "input_activations={'type': 'int'}": compressed(
@@ -471,10 +478,10 @@ REFUSED: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("message", REFUSED)
-def test_what_is_not_read_is_refused_by_name_and_value(message: str) -> None:
+@pytest.mark.parametrize("message", UNSUPPORTED)
+def test_unsupported_values_are_named(message: str) -> None:
     with pytest.raises(UnsupportedModelError) as error:
-        parse_quantization(REFUSED[message], tied=False)
+        parse_quantization(UNSUPPORTED[message], tied=False)
     assert message in str(error.value)
 
 
@@ -493,7 +500,7 @@ def test_each_layer_has_one_scheme() -> None:
         both.of(f"{layer}.mlp.down_proj")
 
 
-def test_a_scheme_of_the_cache_is_read() -> None:
+def test_kv_cache_schemes_are_parsed() -> None:
     scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "observer": "minmax"}
     raw = {**compressed(group({"strategy": "channel"})), "kv_cache_scheme": scheme}
     expected = StoredQuantization(
@@ -505,11 +512,11 @@ def test_a_scheme_of_the_cache_is_read() -> None:
     assert parse_quantization({**raw, "ignore": []}, tied=False) == expected
 
 
-def test_modules_that_are_not_converted_end_at_a_name() -> None:
+def test_names_of_unconverted_modules_match_whole_components() -> None:
     names = ["lm_head", "model.layers.1", "mlp.gate", "model.layers.*.o_proj"]
     stored = parse_quantization({**FP8, "modules_to_not_convert": names}, tied=False)
-    held = ("model.layers.11.mlp.down_proj", "model.layers.2.mlp.gate_proj")
-    assert all(stored.of(name) for name in held)
+    converted = ("model.layers.11.mlp.down_proj", "model.layers.2.mlp.gate_proj")
+    assert all(stored.of(name) for name in converted)
     for name in ("lm_head", "model.layers.1.mlp.down_proj", "model.layers.2.mlp.gate",
                  "model.layers.2.self_attn.o_proj"):  # fmt: skip
         assert stored.of(name) is None

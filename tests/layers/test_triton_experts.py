@@ -1,4 +1,4 @@
-"""The experts of a step as grouped Triton products: correct, without synchronizing, in a graph."""
+"""The experts of a step as grouped GEMMs in Triton: correct, and without synchronizing."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def mixture(family: str, dtype: torch.dtype) -> tuple[SparseMLP, TritonExperts]:
 @pytest.mark.parametrize("tokens", [0, 1, 3, 40])
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "phimoe"])
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp")
-def test_grouped_products_give_what_experts_give_one_by_one(small, family, tokens, dtype):
+def test_grouped_gemms_match_separate_experts(small, family, tokens, dtype):
     mlp, grouped = mixture(family, dtype)
     x = torch.randn(tokens, 64, generator=torch.Generator().manual_seed(0)).to(DEVICE, dtype)
     found, expected = grouped(x), mlp.experts(x, *mlp.gate(x))
@@ -60,7 +60,7 @@ def test_grouped_products_give_what_experts_give_one_by_one(small, family, token
     torch.testing.assert_close(found, expected, rtol=0, atol=ATOL[dtype])
 
 
-def test_a_token_has_the_same_bits_alone_and_among_others(small, row_products):  # noqa: F811
+def test_a_token_has_the_same_bits_alone_and_in_a_batch(small, row_products):  # noqa: F811
     _, grouped = mixture("qwen3_moe", torch.float32)
     x = torch.randn(33, 64, generator=torch.Generator().manual_seed(0)).to(DEVICE)
     logits = grouped.router.logits(x)  # Why once: torch's own product may depend on the batch size
@@ -74,7 +74,7 @@ def test_a_token_has_the_same_bits_alone_and_among_others(small, row_products): 
         assert torch.equal(of(rows), whole[rows])
 
 
-def test_each_expert_keeps_its_weights_in_the_stack():
+def test_weights_of_experts_are_views_of_the_stack():
     """No weight is stored twice, and the reference implementation still runs."""
     mlp, grouped = mixture("qwen3_moe", torch.float32)
     for index, expert in enumerate(mlp.experts.experts):
@@ -85,7 +85,7 @@ def test_each_expert_keeps_its_weights_in_the_stack():
 SOFTMAX = MoEConfig(num_experts=8, num_experts_per_tok=2, intermediate_size=8, layers=())
 SIGMOID = replace(SOFTMAX, score="sigmoid", norm_epsilon=1e-6)
 FORMS = {
-    "softmax over those taken": SOFTMAX,
+    "softmax over the selected": SOFTMAX,
     "softmax over all": replace(SOFTMAX, norm_topk_prob=False, scaling_factor=2.5),
     "one expert": replace(SOFTMAX, num_experts_per_tok=1),
     "128 experts": replace(SOFTMAX, num_experts=128, num_experts_per_tok=8),
@@ -107,23 +107,23 @@ FORMS = {
     "near": replace(SOFTMAX, num_experts=16, score="sparsemixer", jitter=0.3),
     "none near": replace(SOFTMAX, num_experts=16, score="sparsemixer"),
 }  # fmt: skip
-"""The routing forms of the families, and sizes that are no powers of two."""
+"""The routing of the families, and sizes that are not powers of two."""
 
 
 @pytest.fixture
 def few_blocks(monkeypatch):
     """Few programs, so that each handles several tiles of tokens."""
-    monkeypatch.setattr(triton_experts, "MOST_BLOCKS", 3)
+    monkeypatch.setattr(triton_experts, "MAX_BLOCKS", 3)
 
 
 def correction_of(moe: MoEConfig) -> torch.Tensor | None:
-    made = torch.randn(moe.num_experts, generator=torch.Generator().manual_seed(1)) / 8
-    return made.to(DEVICE) if moe.correction_bias else None
+    bias = torch.randn(moe.num_experts, generator=torch.Generator().manual_seed(1)) / 8
+    return bias.to(DEVICE) if moe.correction_bias else None
 
 
-def check_places(ids: torch.Tensor, places: tuple[torch.Tensor, ...], experts: int) -> None:
+def check_tile_map(ids: torch.Tensor, tile_map: tuple[torch.Tensor, ...], experts: int) -> None:
     """The positions must match a stable sort, in tiles of 16 rows."""
-    order, starts, tiles = (each.tolist() for each in places)
+    order, starts, tiles = (each.tolist() for each in tile_map)
     expected = ids.flatten().sort(stable=True)
     assert order == expected.indices.tolist()
     counts = ids.flatten().cpu().long().bincount(minlength=experts)
@@ -133,7 +133,7 @@ def check_places(ids: torch.Tensor, places: tuple[torch.Tensor, ...], experts: i
 
 @pytest.mark.parametrize("tokens", [1, 9, 70])
 @pytest.mark.parametrize("form", FORMS)
-def test_the_experts_and_weights_are_those_of_the_router(few_blocks, form, tokens):
+def test_experts_and_weights_match_the_router(few_blocks, form, tokens):
     moe = FORMS[form]
     kind = SparseMixer if moe.score == "sparsemixer" else Router
     router = kind("gate", 8, moe, context=make_context(torch.float32))
@@ -143,55 +143,53 @@ def test_the_experts_and_weights_are_those_of_the_router(few_blocks, form, token
     logits = torch.randn(tokens, moe.num_experts, generator=torch.Generator().manual_seed(0))
     logits = logits.to(DEVICE)
     router.logits = lambda hidden: hidden
-    weights, ids, places = triton_experts.route(logits, correction_of(moe), moe, 16)
+    weights, ids, tile_map = triton_experts.route(logits, correction_of(moe), moe, 16)
     expected, experts = router(logits)
     assert torch.equal(ids.long(), experts)
     torch.testing.assert_close(weights, expected, rtol=1e-5, atol=1e-7)
-    check_places(ids, places, moe.num_experts)
+    check_tile_map(ids, tile_map, moe.num_experts)
 
 
 @pytest.mark.parametrize("form", ["softmax over all", "128 experts", "groups"])
-def test_of_equal_scores_those_of_the_lowest_indices_are_taken(few_blocks, form):
+def test_ties_select_the_experts_with_the_lowest_indices(few_blocks, form):
     """The CPU kernel does the same; torch does not define the order of equal scores."""
     moe, correction = FORMS[form], correction_of(FORMS[form])
     correction = None if correction is None else torch.zeros_like(correction)
     logits = torch.randn(60, moe.num_experts, generator=torch.Generator().manual_seed(0))
     logits = (2 * logits).round() / 2  # includes 0 and -0
     logits[7] = 0
-    _, ids, places = triton_experts.route(logits.to(DEVICE), correction, moe, 16)
+    _, ids, tile_map = triton_experts.route(logits.to(DEVICE), correction, moe, 16)
     shape = 60, moe.num_experts_per_tok
     expected, weights = np.empty(shape, np.int64), np.empty(shape, np.float32)
     none = np.zeros(0, np.float32)
     routing = (
         moe.score == "sigmoid", moe.num_groups, moe.groups_per_token, moe.best_of_group,
-        moe.norm_topk_prob, np.float32(moe.norm_least), np.float32(moe.norm_epsilon),
+        moe.norm_topk_prob, np.float32(moe.norm_min), np.float32(moe.norm_epsilon),
         np.float32(moe.scaling_factor),
     )  # fmt: skip
     correction = none if correction is None else correction.cpu().numpy()
     cpu_experts.route(logits.numpy(), correction, routing, expected, weights, 1)
     assert ids.tolist() == expected.tolist()
     assert ids[7].tolist() == list(range(moe.num_experts_per_tok))
-    check_places(ids, places, moe.num_experts)
+    check_tile_map(ids, tile_map, moe.num_experts)
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # from numpy on NaN, in the interpreter
 @pytest.mark.parametrize("form", ["128 experts", "60 experts", "groups", "near"])
-def test_no_score_makes_a_token_take_an_expert_twice_or_one_that_is_not_there(few_blocks, form):
-    """Otherwise entries of the order would stay unwritten. Padding tokens may have any values."""
+def test_nan_and_infinite_scores_select_distinct_existing_experts(few_blocks, form):
+    """Otherwise entries of `order` would stay unwritten. Padding tokens may have any values."""
     moe = FORMS[form]
     logits = torch.randn(40, moe.num_experts, generator=torch.Generator().manual_seed(0))
     for row, value in enumerate((torch.nan, -torch.nan, torch.inf, -torch.inf)):
         logits[row], logits[10 + row, 3], logits[20 + row, 1:] = value, value, value
-    _, ids, places = triton_experts.route(logits.to(DEVICE), correction_of(moe), moe, 16)
+    _, ids, tile_map = triton_experts.route(logits.to(DEVICE), correction_of(moe), moe, 16)
     assert all(len(set(row)) == moe.num_experts_per_tok for row in ids.tolist())
     assert ids.min() >= 0 and ids.max() < moe.num_experts
-    check_places(ids, places, moe.num_experts)
+    check_tile_map(ids, tile_map, moe.num_experts)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_tiles_are_chosen_by_the_rows_of_an_expert_unless_bits_are_promised(
-    monkeypatch, deterministic
-):
+def test_tiles_depend_on_the_rows_per_expert_unless_deterministic(monkeypatch, deterministic):
     """Each token uses 2 of 8 experts. Every tile size gives the results of the separate experts."""
     mlp, _ = mixture("qwen3_moe", torch.float16)
     attention, used = DenseAttention(), []
@@ -215,11 +213,11 @@ def test_tiles_are_chosen_by_the_rows_of_an_expert_unless_bits_are_promised(
 
 
 @NO_GPU
-@pytest.mark.parametrize(("family", "tokens", "most"), [
+@pytest.mark.parametrize(("family", "tokens", "max_launches"), [
     ("qwen3_moe", 3, 8), ("qwen3_moe", 40, 8), ("phimoe", 3, 8), ("glm4_moe", 40, 12),
     ("qwen2_moe", 40, 14),
 ])  # fmt: skip
-def test_a_layer_is_at_most_14_launches(family, tokens, most):
+def test_a_layer_has_at_most_14_launches(family, tokens, max_launches):
     """The router and the experts take eight launches; a shared expert and its gate take the
     others."""
     directory = checkpoint(family)
@@ -235,16 +233,16 @@ def test_a_layer_is_at_most_14_launches(family, tokens, most):
         assert gpu.kernels.total() == 8, gpu.kernels
         gpu.kernels.clear()
         mlp(x)
-        assert gpu.kernels.total() <= most, gpu.kernels
+        assert gpu.kernels.total() <= max_launches, gpu.kernels
         assert not gpu.waits
         engine.close()
 
 
-def test_experts_beside_an_mlp_see_a_norm_of_what_their_router_sees(small):
+def test_the_router_may_have_another_input_than_the_experts(small):
     model = build(Path(checkpoint("gemma4_moe")), torch.float32, device=DEVICE)
     layer, generator = model.model.layers[-1], torch.Generator().manual_seed(0)
     layer.router.per_expert_scale.copy_(torch.rand(6, generator=generator))
-    x, seen = torch.randn(2, 9, 64, generator=generator).to(DEVICE)
-    expected = layer.experts(x, *layer.router(seen))
-    found = TritonExperts(layer.gate, layer.experts)(x, seen)
+    x, router_input = torch.randn(2, 9, 64, generator=generator).to(DEVICE)
+    expected = layer.experts(x, *layer.router(router_input))
+    found = TritonExperts(layer.gate, layer.experts)(x, router_input)
     torch.testing.assert_close(found, expected, rtol=0, atol=ATOL[torch.float32])

@@ -1,4 +1,4 @@
-"""Deterministic linear layers, and a whole model of them: correct, and equal bits in any batch."""
+"""Deterministic linear layers, and a whole model: correct, with equal bits in any batch."""
 
 import pytest
 import torch
@@ -47,7 +47,7 @@ def inputs(rows, size, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("sizes", [(64, 48), (80, 20)])
-def test_products_with_and_without_bias(small, sizes, dtype):
+def test_products_match_torch_with_and_without_bias(small, sizes, dtype):
     method, x = layer(*sizes, dtype), inputs(19, sizes[0], dtype)
     bias = inputs(1, sizes[1], dtype)[0]
     for b in (None, bias):
@@ -57,7 +57,7 @@ def test_products_with_and_without_bias(small, sizes, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_a_product_for_each_head_is_one_launch(small, dtype):
+def test_per_head_products_are_one_launch(small, dtype):
     """Inputs, outputs and weights are strided slices."""
     x = inputs(19, 3 * 50, dtype).view(19, 3, 50)[..., :40].transpose(0, 1)
     weight = inputs(3 * 32, 40, dtype).view(3, 32, 40)[:, :20].transpose(1, 2)
@@ -77,7 +77,7 @@ def test_a_row_has_the_same_bits_in_any_batch(small):
 
 
 @pytest.mark.parametrize("arch", [80, 89, 90, 120])
-def test_tiles_fit_together(arch):
+def test_tiles_fit_into_shared_memory(arch):
     for dtype in (torch.float16, torch.bfloat16, torch.float32):
         for out_features in (64, 1024, 4096, 151936):
             config = gemm_config(arch, out_features, dtype)
@@ -104,8 +104,8 @@ def deterministic_engine(monkeypatch, row_products):  # noqa: F811
 
 
 @pytest.mark.filterwarnings("ignore:divide by zero encountered in log2")
-def test_a_model_gives_the_same_bits_alone_in_chunks_and_after_a_hit(deterministic_engine):
-    """The test compares bits of log-probabilities, because equal tokens could hide differences."""
+def test_a_model_has_the_same_bits_alone_in_chunks_and_after_a_cache_hit(deterministic_engine):
+    """Log-probabilities are compared, because equal tokens could hide differences."""
     prompts = random_prompts(2, [37, 20], vocab_size=64)
     params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True, logprobs=0)
 
@@ -126,16 +126,16 @@ def test_a_model_gives_the_same_bits_alone_in_chunks_and_after_a_hit(determinist
 @pytest.mark.parametrize(
     ("family", "options", "words"),
     [
-        ("qwen3", {"attention_backend": "naive"}, "needs the attention backend triton"),
+        ("qwen3", {"attention_backend": "naive"}, "needs attention_backend='triton'"),
         ("qwen3", {"attention_backend": "triton", "dtype": "float64"}, "float64"),
-        ("qwen3_moe", {"attention_backend": "triton"}, "does not cover mixtures of experts"),
+        ("qwen3_moe", {"attention_backend": "triton"}, "is not supported for mixtures of experts"),
         (
             "qwen3", {"attention_backend": "triton", "quantization": "int8"},
-            "does not cover quantized weights",
+            "is not supported for quantized weights",
         ),
     ],
 )  # fmt: skip
-def test_what_it_does_not_cover_is_refused(family, options, words):
+def test_unsupported_options_raise_with_deterministic(family, options, words):
     options = {"dtype": "float32", "block_size": 16} | options
     with pytest.raises(ConfigError, match=words):
         make_engine(checkpoint(family), deterministic=True, **options)

@@ -11,10 +11,10 @@ from nanoengine.layers.triton_linear_attention import (
     TritonConv,
     TritonDelta,
     delta_gates,
-    gate_norm,
+    gated_rms_norm,
 )
-from nanoengine.models.linear_attention import GateNorm
-from nanoengine.runner.recurrent_states import pieces_of
+from nanoengine.models.linear_attention import GatedRMSNorm
+from nanoengine.runner.recurrent_states import chunk_segments
 from tests.support.attention_cases import DEVICE
 from tests.support.model_helpers import make_context
 from tests.support.recurrent_states import delta_layer, delta_plan
@@ -30,8 +30,8 @@ CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 
 @pytest.mark.parametrize(("channels", "bias"), [(6, True), (700, False)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_a_convolution_has_the_bits_of_its_twin(channels, bias, dtype):
-    """This includes a sequence that updates its state in place."""
+def test_a_convolution_step_has_the_bits_of_the_reference(channels, bias, dtype):
+    """One sequence updates its state in place."""
     conv, states = random_conv(channels, bias, dtype, kernel=3)
     kept = states.clone()
     x = torch.randn(3, channels).to(DEVICE, dtype)
@@ -44,8 +44,10 @@ def test_a_convolution_has_the_bits_of_its_twin(channels, bias, dtype):
 
 def random_conv(channels, bias, dtype, kernel):
     """A convolution and a buffer of states whose rows also contain other data."""
-    picked = channels, torch.arange(channels)
-    conv = CausalConv(kernel, channels, bias=bias, picked=picked, context=make_context(dtype))
+    rank_channels = channels, torch.arange(channels)
+    conv = CausalConv(
+        kernel, channels, bias=bias, rank_channels=rank_channels, context=make_context(dtype)
+    )
     torch.manual_seed(0)
     conv.weight.copy_(torch.randn(kernel, channels))
     if bias:
@@ -56,7 +58,7 @@ def random_conv(channels, bias, dtype, kernel):
 
 
 @pytest.mark.parametrize(("heads", "sizes"), [((2, 4), {}), ((1, 1), {"key_dim": 12})])
-def test_single_tokens_give_what_plain_steps_give(heads, sizes):
+def test_decodes_match_the_reference(heads, sizes):
     plan = delta_plan(*heads, **sizes)
     torch.manual_seed(1)
     states = torch.randn(6, plan.size, device=DEVICE)
@@ -66,28 +68,28 @@ def test_single_tokens_give_what_plain_steps_give(heads, sizes):
     reads, writes = (torch.tensor(slots).to(DEVICE) for slots in ([1, 0, 4], [2, 3, 4]))
     kept = states.clone()
     tokens = qkv, decay, beta, reads, writes
-    expected = layer.steps(*tokens)
+    expected = layer.decode(*tokens)
     layer.bind(kept)
     torch.testing.assert_close(TritonDelta(layer).step(*tokens), expected, **CLOSE)
     torch.testing.assert_close(kept, states, **CLOSE)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_gates_and_norms_give_what_torch_gives(dtype):
+def test_gates_and_norms_match_torch(dtype):
     """Strided rows; one decay keeps everything and one forgets everything."""
     plan = delta_plan(1, 3, value_dim=40)
     layer = delta_layer(plan, torch.float32, torch.zeros(2, plan.size)).to(DEVICE)
     torch.manual_seed(4)
     layer.decay.a_log.copy_(torch.randn(3))
     layer.decay.dt_bias.copy_(torch.tensor([-30.0, 0.5, 90.0]))
-    norm = GateNorm(40, make_context(dtype)).to(DEVICE)
+    norm = GatedRMSNorm(40, make_context(dtype)).to(DEVICE)
     norm.weight.copy_(torch.randn(40))
     wide = torch.randn(5, 200).to(DEVICE, dtype)
     decays = layer.decay.a_log, layer.decay.dt_bias
     found = delta_gates(*decays, wide[:, 7:13])
     torch.testing.assert_close(found, layer.gates(wide[:, 7:13]), **CLOSE)
     x, gate = torch.randn(5, 3, 40, device=DEVICE), wide[:, 30:150].view(5, 3, 40)
-    found, expected = gate_norm(norm.weight, x, gate, 1e-5), norm(x, gate, 1e-5)
+    found, expected = gated_rms_norm(norm.weight, x, gate, 1e-5), norm(x, gate, 1e-5)
     assert found.dtype == dtype
     close = CLOSE if dtype == torch.float32 else {"rtol": 2e-3, "atol": 2e-3}
     torch.testing.assert_close(found, expected, **close)
@@ -107,12 +109,12 @@ SPANS = (
 
 def wave_of(spans: tuple[SequenceSegment, ...]) -> ScanStep:
     none = torch.empty(0, dtype=torch.int64)
-    pieces = SegmentChunks(*(torch.from_numpy(part).to(DEVICE) for part in pieces_of(spans)))
+    pieces = SegmentChunks(*(torch.from_numpy(part).to(DEVICE) for part in chunk_segments(spans)))
     return ScanStep(tokens=none, reads=none, writes=none, spans=spans, pieces=pieces)
 
 
-def test_spans_are_cut_where_chunks_end_and_states_are_written():
-    cuts, firsts = pieces_of(SPANS[1:3])
+def test_spans_are_split_at_chunk_ends_and_written_states():
+    cuts, firsts = chunk_segments(SPANS[1:3])
     ends = [(6, 7, 2), (7, 8, 4), (8, 72, 0), (72, 80, 3), (80, 81, 5), (81, 82, 6)]
     assert [(start, end, slot) for start, end, _, _, slot in cuts.tolist()] == ends
     assert cuts[:, 2:4].tolist() == [[6, 2]] * 4 + [[80, 5]] * 2
@@ -120,7 +122,7 @@ def test_spans_are_cut_where_chunks_end_and_states_are_written():
 
 
 @pytest.mark.parametrize("heads", [(2, 4), (1, 1)])
-def test_spans_give_what_each_gives_alone(heads):
+def test_prefills_match_the_reference(heads):
     """Several sequences at once, with sizes that fill no tile."""
     plan = delta_plan(*heads, key_dim=12, value_dim=40)
     torch.manual_seed(2)
@@ -131,15 +133,15 @@ def test_spans_give_what_each_gives_alone(heads):
     kept, shape = states.clone(), (86, heads[1], 40)
     expected, found = (torch.full(shape, 7.0, device=DEVICE) for _ in range(2))
     spans = qkv, decay, beta, wave_of(SPANS)
-    layer.scans(*spans, expected)
+    layer.prefill(*spans, expected)
     layer.bind(kept)
     TritonDelta(layer).scan(*spans, found)
     torch.testing.assert_close(found, expected, **CLOSE)
     torch.testing.assert_close(kept, states, **CLOSE)
 
 
-def test_keys_that_hardly_differ_are_told_apart():
-    """Repeated equal tokens: the inverse of their system is small, but its powers are not."""
+def test_nearly_equal_keys_match_the_reference():
+    """The inverse of the triangular system of nearly equal tokens is small; its powers are not."""
     plan = delta_plan(1, 1, key_dim=16, value_dim=16)
     states = torch.zeros(2, plan.size, device=DEVICE)
     layer = delta_layer(plan, torch.float32, states).to(DEVICE)
@@ -150,7 +152,7 @@ def test_keys_that_hardly_differ_are_told_apart():
     kept = states.clone()
     expected, found = (torch.zeros(128, 1, 16, device=DEVICE) for _ in range(2))
     spans = qkv, decay, beta, wave_of((SequenceSegment(0, 128, 0, 0, ((128, 1),)),))
-    layer.scans(*spans, expected)
+    layer.prefill(*spans, expected)
     layer.bind(kept)
     TritonDelta(layer).scan(*spans, found)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
@@ -159,7 +161,7 @@ def test_keys_that_hardly_differ_are_told_apart():
 
 @pytest.mark.parametrize(("channels", "bias"), [(6, True), (70, False)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_a_convolution_of_spans_has_the_bits_of_its_twin(channels, bias, dtype):
+def test_a_convolution_of_spans_has_the_bits_of_the_reference(channels, bias, dtype):
     conv, states = random_conv(channels, bias, dtype, kernel=4)
     x, kept = torch.randn(86, channels).to(DEVICE, dtype), states.clone()
     expected, found = torch.zeros_like(x), torch.zeros_like(x)
@@ -172,7 +174,7 @@ def test_a_convolution_of_spans_has_the_bits_of_its_twin(channels, bias, dtype):
 
 
 def test_padding_writes_nothing():
-    """Slot 0 holds the zero state from which sequences start."""
+    """Slot 0 has the zero state from which sequences start."""
     plan = delta_plan(1, 2)
     states = torch.zeros(2, plan.size, device=DEVICE)
     layer = delta_layer(plan, torch.float32, states).to(DEVICE)

@@ -1,4 +1,4 @@
-"""The fused norms and gates against plain torch: on the GPU if there is one, else interpreted."""
+"""Fused norms and gates against plain torch, on a GPU or in Triton's interpreter."""
 
 import pytest
 import torch
@@ -21,28 +21,31 @@ def kernels_of(dtype):
     return TritonKernels(DenseAttention(), dtype=dtype)
 
 
-def numbers(*shape, dtype, seed=0, spread=1.0):
+def random_tensor(*shape, dtype, seed=0, spread=1.0):
     generator = torch.Generator().manual_seed(seed)
     return (spread * torch.randn(*shape, generator=generator)).to(DEVICE, dtype)
 
 
-def close(ours, theirs):
-    assert ours.dtype == theirs.dtype
-    atol = ATOL[theirs.dtype]
-    torch.testing.assert_close(ours, theirs, atol=atol, rtol=atol)
+def close(found, expected):
+    assert found.dtype == expected.dtype
+    atol = ATOL[expected.dtype]
+    torch.testing.assert_close(found, expected, atol=atol, rtol=atol)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [64, 80, 1000, 1024])
 @pytest.mark.parametrize("wide", [False, True])
-def test_norms(dtype, size, wide):
+def test_norms_match_plain_torch(dtype, size, wide):
     check_norms(dtype, size, wide, tokens=3)
 
 
 def check_norms(dtype, size, wide, tokens):
     ops, plain = kernels_of(dtype), PLAIN
-    weight = 1 + numbers(size, dtype=torch.float32 if wide else dtype, seed=1, spread=0.3)
-    x, residual = numbers(tokens, size, dtype=dtype), numbers(tokens, size, dtype=dtype, seed=2)
+    weight = 1 + random_tensor(size, dtype=torch.float32 if wide else dtype, seed=1, spread=0.3)
+    x, residual = (
+        random_tensor(tokens, size, dtype=dtype),
+        random_tensor(tokens, size, dtype=dtype, seed=2),
+    )
     close(ops.rms_norm(x, weight, EPS), plain.rms_norm(x, weight, EPS))
     expected = plain.add_rms_norm(x, residual, weight, EPS)
     normed, summed = ops.add_rms_norm(x, residual.clone(), weight, EPS)
@@ -50,22 +53,22 @@ def check_norms(dtype, size, wide, tokens):
     assert torch.equal(summed, expected[1])
 
 
-def test_the_weight_s_dtype_says_where_the_norm_is_rounded():
-    x = numbers(8, 128, dtype=torch.float16)
-    weight = 1 + numbers(128, dtype=torch.float32, seed=1, spread=0.3)
+def test_the_weights_dtype_determines_the_rounding_of_norms():
+    x = random_tensor(8, 128, dtype=torch.float16)
+    weight = 1 + random_tensor(128, dtype=torch.float32, seed=1, spread=0.3)
     ops, plain = kernels_of(torch.float16), PLAIN
     narrow = ops.rms_norm(x, weight.half(), EPS)
     wide = ops.rms_norm(x, weight.half().float(), EPS)
     assert not torch.equal(narrow, wide)
-    # Nearly all elements have the same bits in both implementations. If the rules were mixed up, a
+    # Nearly all elements have the same bits in both implementations. With the wrong rounding, a
     # tenth or more would differ.
     for ours, of in ((narrow, weight.half()), (wide, weight.half().float())):
         assert (ours != plain.rms_norm(x, of, EPS)).float().mean() < 0.01
 
 
 @pytest.mark.parametrize("eps", [1e-6, 1.0])
-def test_eps_and_rows_of_zeros(eps):
-    x = numbers(2, 64, dtype=torch.float32)
+def test_eps_is_added_and_zeros_stay_zeros(eps):
+    x = random_tensor(2, 64, dtype=torch.float32)
     x[1] = 0
     weight = torch.ones(64, device=DEVICE)
     out = kernels_of(torch.float32).rms_norm(x, weight, eps)
@@ -73,8 +76,8 @@ def test_eps_and_rows_of_zeros(eps):
     assert out[1].abs().max() == 0
 
 
-def test_rows_of_something_wider():
-    wide = numbers(4, 200, dtype=torch.float32)
+def test_strided_rows_match_plain_torch():
+    wide = random_tensor(4, 200, dtype=torch.float32)
     weight = torch.ones(64, device=DEVICE)
     ops, plain = kernels_of(torch.float32), PLAIN
     close(ops.rms_norm(wide[:, 8:72], weight, EPS), plain.rms_norm(wide[:, 8:72], weight, EPS))
@@ -85,35 +88,38 @@ def test_rows_of_something_wider():
 @pytest.mark.parametrize("activation", list(GATES))
 @pytest.mark.parametrize("size", [16, 100, 1500])
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp")
-def test_gates(dtype, activation, size):
+def test_gates_match_plain_torch(dtype, activation, size):
     check_gates(dtype, activation, size, tokens=3)
 
 
 def check_gates(dtype, activation, size, tokens):
-    gate_up = numbers(tokens, 2 * size, dtype=dtype, spread=4.0)
+    gate_up = random_tensor(tokens, 2 * size, dtype=dtype, spread=4.0)
     expected = PLAIN.gate(gate_up, activation)
     close(kernels_of(dtype).gate(gate_up, activation), expected)
 
 
 @pytest.mark.parametrize("activation", list(GATES))
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp")
-def test_gates_of_large_numbers(activation):
+def test_gates_of_large_values_match_plain_torch(activation):
     gate_up = torch.tensor([[-1e4, -90.0, 90.0, 1e4, 2.0, 2.0, 2.0, 2.0]], device=DEVICE)
     out = kernels_of(torch.float32).gate(gate_up, activation)
     torch.testing.assert_close(out, PLAIN.gate(gate_up, activation))
 
 
-def test_a_row_has_the_same_bits_alone_and_among_others():
+def test_a_row_has_the_same_bits_alone_and_in_a_batch():
     ops = kernels_of(torch.float32)
-    x, residual = numbers(5, 192, dtype=torch.float32), numbers(5, 192, dtype=torch.float32, seed=1)
-    weight = numbers(192, dtype=torch.float32, seed=2)
-    many = ops.add_rms_norm(x.clone(), residual.clone(), weight, EPS)
-    one = ops.add_rms_norm(x[3:4].clone(), residual[3:4].clone(), weight, EPS)
-    assert all(torch.equal(a[3:4], b) for a, b in zip(many, one, strict=True))
+    x, residual = (
+        random_tensor(5, 192, dtype=torch.float32),
+        random_tensor(5, 192, dtype=torch.float32, seed=1),
+    )
+    weight = random_tensor(192, dtype=torch.float32, seed=2)
+    batch = ops.add_rms_norm(x.clone(), residual.clone(), weight, EPS)
+    single = ops.add_rms_norm(x[3:4].clone(), residual[3:4].clone(), weight, EPS)
+    assert all(torch.equal(a[3:4], b) for a, b in zip(batch, single, strict=True))
     assert torch.equal(ops.gate(x, "silu")[3:4], ops.gate(x[3:4], "silu"))
 
 
-def test_a_gpu_gets_these_kernels_and_a_cpu_its_own():
+def test_kernel_sets_are_selected_by_device_and_dtype():
     from nanoengine.models.cpu import CPUKernels  # imports numba, which a GPU machine may lack
 
     def kind(device, dtype, backend=DenseAttention):
@@ -130,7 +136,7 @@ def test_a_gpu_gets_these_kernels_and_a_cpu_its_own():
         assert kind(device, torch.float32, Naive) is Kernels
 
 
-def test_refuses_a_dtype_it_can_not_compute():
+def test_unsupported_dtypes_raise():
     with pytest.raises(ConfigError, match="float64"):
         kernels_of(torch.float64)
 
@@ -138,14 +144,14 @@ def test_refuses_a_dtype_it_can_not_compute():
 @pytest.mark.parametrize(
     ("size", "warps"), [(64, 1), (1024, 4), (2048, 8), (2560, 16), (4096, 16), (16384, 16)]
 )
-def test_a_thread_reads_16_bytes_at_a_time(size, warps):
+def test_each_thread_reads_16_bytes_at_a_time(size, warps):
     assert norm_warps(size) == warps
 
 
-def test_no_rows_are_no_work():
+def test_empty_batches_give_empty_results():
     """A chunk in the middle of a prompt needs no logits, so the last layer gets no rows."""
     ops, weight = kernels_of(torch.float32), torch.ones(64, device=DEVICE)
-    nothing = numbers(0, 64, dtype=torch.float32)
+    nothing = random_tensor(0, 64, dtype=torch.float32)
     assert ops.rms_norm(nothing, weight, EPS).shape == (0, 64)
     assert [x.shape for x in ops.add_rms_norm(nothing, nothing, weight, EPS)] == [(0, 64)] * 2
     assert ops.gate(nothing, "silu").shape == (0, 32)

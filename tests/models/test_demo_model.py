@@ -1,4 +1,4 @@
-"""The bundled model in the whole engine: it only answers correctly if the engine is correct."""
+"""The bundled demo model in a whole engine. Its answers are correct only if the engine is."""
 
 import json
 import re
@@ -20,7 +20,7 @@ def llm():
 
 
 @pytest.mark.guards("nanoengine/assets/**/*", "nanoengine/models/*.py", "nanoengine/layers/*.py")
-def test_recall_of_held_out_facts(llm):
+def test_held_out_facts_are_recalled(llm):
     """200 questions on passages of 100 to 800 tokens; at least 95 % must be answered exactly."""
     cases = [json.loads(line) for line in RECALL.read_text().splitlines()]
     outputs = llm.generate([case["prompt"] for case in cases], GREEDY, use_tqdm=False)
@@ -35,7 +35,7 @@ def test_recall_of_held_out_facts(llm):
 def test_questions_on_one_passage_share_its_blocks(llm):
     passage = json.loads(RECALL.read_text().splitlines()[-1])["prompt"].split("\n\nQuestion:")[0]
     facts = re.findall(r"The ([\w ]+) of (?:the )?(\w+): ", passage)[:4]
-    questions = [f"What is the {what} of {whose}?" for what, whose in facts]
+    questions = [f"What is the {what} of {subject}?" for what, subject in facts]
     prompts = [f"{passage}\n\nQuestion: {question}\nAnswer:" for question in questions]
     llm.engine.reset_prefix_cache()
     first, *others = llm.generate(prompts, GREEDY, use_tqdm=False)

@@ -1,5 +1,5 @@
-"""Every data-defined family: a tiny transformers checkpoint gives the same greedy tokens, whatever
-the prefix cache, chunks and a small pool change in the engine's steps."""
+"""Every model family: greedy tokens of a tiny checkpoint match transformers, with prefix caching,
+chunked prefill and a pool that is too small for all prompts."""
 
 from __future__ import annotations
 
@@ -16,14 +16,18 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from nanoengine.checkpoint.config import OWN_NAMES, load_model_config, parse_model_config
+from nanoengine.checkpoint.config import (
+    ARCHITECTURE_OVERRIDES,
+    load_model_config,
+    parse_model_config,
+)
 from nanoengine.checkpoint.families import TEXT_PARTS, every_family
 from nanoengine.checkpoint.layer_config import LayerConfig
 from nanoengine.errors import WeightLoadError
 from nanoengine.layers.layouts import head_order
 from tests.support.checkpoints import FAMILIES, MODELS, make_checkpoint, make_model
 from tests.support.engines import checkpoint, greedy, make_engine, random_prompts, run, tokens
-from tests.support.model_helpers import all_logits, build, their_logits
+from tests.support.model_helpers import all_logits, build, transformers_logits
 from tests.support.model_helpers import random_prompts as plain_prompts
 
 PROMPTS = random_prompts(4, (26, 19, 3, 26))
@@ -31,33 +35,33 @@ PROMPTS[3] = PROMPTS[0][:17] + PROMPTS[3][17:]  # two prompts share a prefix
 NUM_TOKENS = 8
 
 CASES = {family: (family, {}) for family in FAMILIES} | MODELS["variants"]
-RARELY = {
+RARELY_RUN = {
     "afmoe", "apertus", "ernie4_5_moe all", "exaone_moe", "flex_olmo", "gemma4_unified",
     "gemma4_unified_vision", "granitemoeshared", "hunyuan_moe", "hy_v3", "hyperclovax",
     "hyperclovax before", "exaone", "falcon 7b", "falcon 11b", "gpt_bigcode", "gpt_neox in order",
     "gptj", "granite_swa", "granitemoe_swa", "olmo free", "opt no bias", "jais2", "mellum",
     "solar_open", "vaultgemma",
 }  # fmt: skip
-"""Cases whose mechanisms other cases cover too. They run only when model code changes."""
-GROUND = ("nanoengine/checkpoint/**/*.py", "nanoengine/models/*.py", "nanoengine/layers/*.py")
-EACH = [
-    pytest.param(case, marks=[pytest.mark.guards(*GROUND)] if case in RARELY else [])
+"""Cases with no mechanism of their own. They run only when model code changes."""
+MODEL_CODE = ("nanoengine/checkpoint/**/*.py", "nanoengine/models/*.py", "nanoengine/layers/*.py")
+MARKED_CASES = [
+    pytest.param(case, marks=[pytest.mark.guards(*MODEL_CODE)] if case in RARELY_RUN else [])
     for case in CASES
 ]
 
 
 @functools.cache
 def expected_tokens(case: str) -> list[list[list[int]]]:
-    """Most likely tokens of transformers, in float64, at each position of the engine's output, per
-    prompt. An output that equals these tokens is the greedy one.
+    """Per prompt, the most likely token of transformers in float64 at each position of the engine's
+    output. If the output equals these tokens, it is the greedy one.
 
-    Why no generation: one forward per token took a third of this file's time.
+    Why not generate: one forward pass per token took a third of this file's time.
     """
     family, overrides = CASES[case]
     model, found = make_model(family, **overrides).to(torch.float64), []
     with torch.inference_mode():
-        for prompt, (answer,) in zip(PROMPTS, engine_tokens(case), strict=True):
-            ids = torch.tensor([[*prompt, *answer[:-1]]])
+        for prompt, (output,) in zip(PROMPTS, engine_tokens(case), strict=True):
+            ids = torch.tensor([[*prompt, *output[:-1]]])
             logits = model(input_ids=ids).logits[0, len(prompt) - 1 :]
             found.append([logits.argmax(-1).tolist()])
     return found
@@ -76,8 +80,10 @@ def directory(case: str) -> str:
 
 @functools.cache
 def engine_tokens(case: str, **options: Any) -> list[list[list[int]]]:
-    """Tokens of an engine with chunks of 7 and a pool that cannot hold all prompts. It runs the
-    prompts twice, the second time from the prefix cache."""
+    """Tokens of an engine with chunks of 7 and a pool that is too small for all prompts.
+
+    The prompts run twice, the second time from the prefix cache.
+    """
     windows = set(load_model_config(directory(case)).sliding_windows)
     options |= {"max_num_batched_tokens": 7, "max_num_seqs": 4, "max_model_len": 48}
     options |= {"block_size": 8, "num_kv_blocks": 11 if len(windows) == 1 else 17}
@@ -88,14 +94,14 @@ def engine_tokens(case: str, **options: Any) -> list[list[list[int]]]:
     return first
 
 
-@pytest.mark.parametrize("case", EACH)
-def test_greedy_tokens_equal_those_of_transformers(case: str) -> None:
+@pytest.mark.parametrize("case", MARKED_CASES)
+def test_greedy_tokens_match_transformers(case: str) -> None:
     assert len({token for (ids,) in expected_tokens(case) for token in ids}) > 3
     assert engine_tokens(case) == expected_tokens(case)
 
 
-@pytest.mark.parametrize("case", EACH)
-def test_greedy_tokens_on_cpu_kernels(case: str) -> None:
+@pytest.mark.parametrize("case", MARKED_CASES)
+def test_greedy_tokens_of_cpu_kernels_match(case: str) -> None:
     found = engine_tokens(case, dtype="float32", attention_backend="cpu")
     assert found == expected_tokens(case)
 
@@ -104,19 +110,21 @@ def test_greedy_tokens_on_cpu_kernels(case: str) -> None:
 @pytest.mark.parametrize(
     "family", ["cohere2", "gemma2", "glm4_moe", "gpt_oss", "hunyuan", "olmo2", "phi3"]
 )
-def test_greedy_tokens_in_tritons_interpreter(family: str) -> None:
+def test_greedy_tokens_in_the_triton_interpreter_match(family: str) -> None:
     options = {"dtype": "float32", "attention_backend": "triton", "max_num_seqs": 4}
     engine = make_engine(directory(family), block_size=16, num_kv_blocks=20, **options)
     found = tokens(run(engine, PROMPTS[1:3], greedy(3)))
     assert found == [[ids[:3]] for (ids,) in expected_tokens(family)[1:3]]
 
 
-def test_every_row_of_the_table_is_tried() -> None:
+def test_every_family_has_a_case() -> None:
     made = {load_model_config(checkpoint(name)).architecture for name in FAMILIES}
     assert made == set(every_family())
     written = [json.loads((Path(checkpoint(name)) / "config.json").read_text("utf-8"))
                for name in FAMILIES]  # fmt: skip
-    named = {OWN_NAMES.get(one["model_type"], one["architectures"][0]) for one in written}
+    named = {
+        ARCHITECTURE_OVERRIDES.get(raw["model_type"], raw["architectures"][0]) for raw in written
+    }
     assert named == set(every_family()) | set(TEXT_PARTS)
 
 
@@ -132,7 +140,7 @@ def test_every_row_of_the_table_is_tried() -> None:
         (4, True, [0, 2, 4, 5, 1, 3, 6, 7]),
     ],
 )
-def test_the_order_of_a_heads_dimensions(
+def test_head_order_gives_the_dimensions_of_the_checkpoint(
     size: int | None, interleaved: bool, expected: Sequence[int] | None
 ) -> None:
     plan = LayerConfig(rotary_dim=size, rope_interleaved=interleaved)
@@ -152,13 +160,13 @@ LONGROPE = {
 
 
 @pytest.mark.parametrize(("length", "max_positions"), [(30, 32), (40, 64)])
-def test_longrope_is_long_where_the_engines_longest_sequence_is(
+def test_max_positions_select_the_longrope_factors(
     length: int, max_positions: int, tmp_path: Path
 ) -> None:
     fields = {"rope_parameters": LONGROPE, "original_max_position_embeddings": 32}
     reference = make_checkpoint(tmp_path, "phi3", **fields)
     prompts = plain_prompts(length)
-    expected = their_logits(reference, prompts)
+    expected = transformers_logits(reference, prompts)
     got = all_logits(build(tmp_path, max_positions=max_positions), prompts)
     assert (got - expected).abs().max() < 1e-4
     if length <= 32:
@@ -167,27 +175,27 @@ def test_longrope_is_long_where_the_engines_longest_sequence_is(
 
 
 @pytest.mark.parametrize(
-    "turns",
+    "rope",
     [
         {"rope_type": "default", "rope_theta": 1e4},
         {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0,
          "original_max_position_embeddings": 64},
     ],
 )  # fmt: skip
-def test_what_stands_beside_layer_types_in_olmo_3s_ropes_is_ignored_and_told(
-    turns: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_keys_next_to_layer_types_in_rope_parameters_are_ignored_with_a_warning(
+    rope: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """transformers ignores these keys too, and writes both forms."""
-    reference = make_checkpoint(tmp_path, "olmo3", rope_parameters=dict(turns))
+    reference = make_checkpoint(tmp_path, "olmo3", rope_parameters=dict(rope))
     file, prompts = tmp_path / "config.json", plain_prompts(40)
-    expected = their_logits(reference, prompts)
+    expected = transformers_logits(reference, prompts)
     raw = json.loads(file.read_text("utf-8"))
-    assert raw["rope_parameters"].keys() > {*turns, "full_attention"}
-    for written in (raw["rope_parameters"], turns):
+    assert raw["rope_parameters"].keys() > {*rope, "full_attention"}
+    for written in (raw["rope_parameters"], rope):
         file.write_text(json.dumps(raw | {"rope_parameters": written}), "utf-8")
         caplog.clear()
         assert (all_logits(build(tmp_path), prompts) - expected).abs().max() < 1e-4
-        assert "not read: 'rope_parameters.factor'" in caplog.text or "factor" not in turns
+        assert "not read: 'rope_parameters.factor'" in caplog.text or "factor" not in rope
         assert "'rope_parameters.rope_theta', 'rope_parameters.rope_type'" in caplog.text
 
 
@@ -195,7 +203,7 @@ def test_what_stands_beside_layer_types_in_olmo_3s_ropes_is_ignored_and_told(
 
 
 @pytest.mark.parametrize("prefix", ["", "model.language_model.", "language_model.model."])
-def test_the_model_may_lie_below_another_prefix(prefix: str, tmp_path: Path) -> None:
+def test_tensor_names_may_have_another_prefix(prefix: str, tmp_path: Path) -> None:
     reference = make_checkpoint(tmp_path, "llama")
     file = tmp_path / "model.safetensors"
     head = "language_model.lm_head." if prefix.startswith("language") else "lm_head."
@@ -205,7 +213,7 @@ def test_the_model_may_lie_below_another_prefix(prefix: str, tmp_path: Path) -> 
     }
     save_file(renamed, file)
     prompts = plain_prompts(9)
-    expected = their_logits(reference, prompts)
+    expected = transformers_logits(reference, prompts)
     assert (all_logits(build(tmp_path), prompts) - expected).abs().max() < 1e-4
 
 
@@ -219,7 +227,7 @@ def test_the_model_may_lie_below_another_prefix(prefix: str, tmp_path: Path) -> 
         ("llama", "IQuestCoderForCausalLM"),
     ],
 )
-def test_an_architecture_may_have_the_name_that_it_was_published_with(
+def test_architectures_may_have_their_published_names(
     family: str, name: str, tmp_path: Path
 ) -> None:
     shutil.copytree(checkpoint(family), tmp_path, dirs_exist_ok=True)
@@ -228,17 +236,19 @@ def test_an_architecture_may_have_the_name_that_it_was_published_with(
     assert load_model_config(tmp_path) == load_model_config(checkpoint(family))
 
 
-def test_tensors_of_a_vision_tower_are_left_out_and_said_to_be(
+def test_tensors_of_a_vision_tower_are_ignored_with_a_warning(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with caplog.at_level(logging.WARNING):
         build(Path(checkpoint("gemma3_vision")))
-    (said,) = [record.getMessage() for record in caplog.records]
-    assert "not all of this checkpoint is run" in said
-    assert "34 of its 75 tensors are left out (multi_modal_projector., vision_tower.)" in said
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert "only a part of this checkpoint is used" in message
+    assert "34 of its 75 tensors are ignored (multi_modal_projector., vision_tower.)" in message
 
 
-def test_layers_for_drafts_are_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_layers_for_multi_token_prediction_are_ignored(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     make_checkpoint(tmp_path, "glm4_moe", num_nextn_predict_layers=1)
     file = tmp_path / "model.safetensors"
     tensors = load_file(file)
@@ -252,7 +262,7 @@ def test_layers_for_drafts_are_left_out(tmp_path: Path, caplog: pytest.LogCaptur
         build(tmp_path)
 
 
-def test_a_gemma_3_text_part_leaves_out_what_is_as_in_the_class() -> None:
+def test_a_gemma_3_text_config_may_omit_class_defaults() -> None:
     """Published configs of the 4B model contain five sizes only."""
     text = {
         "model_type": "gemma3_text",
@@ -270,11 +280,11 @@ def test_a_gemma_3_text_part_leaves_out_what_is_as_in_the_class() -> None:
     assert [rope.factor for rope in config.ropes[:6]] == [1.0] * 5 + [8.0]
 
 
-def test_null_switches_gemma_2s_caps_off(tmp_path: Path) -> None:
+def test_null_disables_the_soft_caps_of_gemma_2(tmp_path: Path) -> None:
     """If the keys are absent, the config class has other defaults."""
     caps = ("attn_logit_softcapping", "final_logit_softcapping")
     reference = make_checkpoint(tmp_path, "gemma2", **dict.fromkeys(caps))
     raw, prompts = json.loads((tmp_path / "config.json").read_text("utf-8")), plain_prompts(40)
     assert [raw[key] for key in caps] == [None, None]
-    expected = their_logits(reference, prompts)
+    expected = transformers_logits(reference, prompts)
     assert (all_logits(build(tmp_path), prompts) - expected).abs().max() < 1e-4

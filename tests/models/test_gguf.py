@@ -1,4 +1,4 @@
-"""GGUF files of every architecture give the logits of transformers with the file's weights.
+"""GGUF files of every architecture have the logits of transformers with the file's weights.
 
 `tests/support/gguf_files.py` writes them as llama.cpp's converter does.
 """
@@ -35,7 +35,7 @@ from tests.support.model_helpers import (
     build,
     cpu_kernels,
     random_prompts,
-    their_logits,
+    transformers_logits,
 )
 
 PROMPTS = random_prompts(21, 1, 40)
@@ -45,7 +45,7 @@ FULL = "full_attention"
 WIDE = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1}
 
 ALL_EXPERTS = {"num_experts_per_tok": 8, "n_group": 1, "topk_group": 1}
-"""With all experts, rounding cannot change the choice of experts."""
+"""All experts are used, so rounding cannot change the selection."""
 
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = MODELS["gguf"]
@@ -58,7 +58,7 @@ TYPES = [
 
 
 def mixed(name: str) -> str:
-    """The types of a Q4_K_M file, which differ within matrices that are multiplied as one."""
+    """The types of a Q4_K_M file, which differ between matrices that are fused into one GEMM."""
     if name.startswith(("token_embd", "output")) or name.endswith(("_v.weight", "ffn_down.weight")):
         return "Q6_K"
     return "Q4_K"
@@ -77,16 +77,19 @@ def found_logits(path: Path, option: str | None = None, **fields: Any) -> torch.
 
 
 def often(names: Iterable[str], *always: str) -> list[Any]:
-    """Names as parameters. All but `always` run only when reading or quantization code changes."""
+    """Names as parameters. All except `always` run only if code for reading or quantization
+    changes."""
     rarely = pytest.mark.guards("nanoengine/checkpoint/**/*.py", "nanoengine/layers/*.py")
     return [pytest.param(name, marks=() if name in always else rarely) for name in names]
 
 
 @pytest.mark.parametrize("case", often(CASES, "llama", "qwen3", "gemma3", "phi3 longrope"))
-def test_every_architecture(case: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_logits_of_every_architecture_match_transformers(
+    case: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     family, overrides = CASES[case]
     model = make_gguf(tmp_path / "m.gguf", family, **overrides)
-    expected = their_logits(model, PROMPTS)
+    expected = transformers_logits(model, PROMPTS)
     # Why 64: longrope's factors depend on the engine's length, in transformers on the prompt's.
     fields = {"max_positions": 64} if case == "phi3 longrope" else {}
     assert (found_logits(tmp_path / "m.gguf", **fields) - expected).abs().max() < 2e-4
@@ -102,18 +105,18 @@ def test_every_architecture_has_a_case() -> None:
 
 
 @pytest.mark.parametrize("type", often(TYPES, "Q4_0"))
-def test_every_type_with_activations_as_they_are(type: str, tmp_path: Path) -> None:
+def test_every_type_with_float_activations(type: str, tmp_path: Path) -> None:
     model = make_gguf(tmp_path / "m.gguf", "llama", types=lambda name: type, **WIDE)
     found = found_logits(tmp_path / "m.gguf", "gguf_weight_only")
-    assert (found - their_logits(model, PROMPTS)).abs().max() < 1e-4
+    assert (found - transformers_logits(model, PROMPTS)).abs().max() < 1e-4
 
 
 NEXT_32 = {
     "shared_expert_intermediate_size": 32, "linear_value_head_dim": 16, "num_experts_per_tok": 8,
     "num_hidden_layers": 2, "layer_types": ["linear_attention", FULL],
 }  # fmt: skip
-"""Rows are whole blocks. All experts are used, so rounding cannot change the choice. There is one
-layer of each kind, because every layer adds rounding errors."""
+"""Rows are whole blocks. All experts are used, so rounding cannot change the selection. There is
+one layer of each kind, because each layer adds rounding errors."""
 QUANTIZED: dict[str, tuple[str | Callable[[str], str], dict[str, Any]]] = {
     "llama": (mixed, {**WIDE, "tie_word_embeddings": True, "attention_bias": False}),
     "qwen2": (partly, {}),
@@ -134,12 +137,14 @@ QUANTIZED: dict[str, tuple[str | Callable[[str], str], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("case", often(QUANTIZED, "llama", "gpt_oss"))
-def test_files_of_several_types(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_with_several_types_match_transformers(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(quantized_formats, "ROWS_AT_ONCE", 48)
-    (family, overrides), (types, more) = CASES[case], QUANTIZED[case]
+    (family, overrides), (types, changes) = CASES[case], QUANTIZED[case]
     each = types if callable(types) else lambda name: types
-    model = make_gguf(tmp_path / "m.gguf", family, types=each, **{**overrides, **more})
-    expected = their_logits(model, PROMPTS)
+    model = make_gguf(tmp_path / "m.gguf", family, types=each, **{**overrides, **changes})
+    expected = transformers_logits(model, PROMPTS)
     found = found_logits(tmp_path / "m.gguf", "gguf_weight_only")
     assert (found - expected).abs().max() < 2e-4
     # int8 activations differ by 1/254 of a row's maximum, which adds up to a few per cent.
@@ -148,17 +153,19 @@ def test_files_of_several_types(case: str, tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize(("kind", "dtype"), [("F16", "float16"), ("BF16", "bfloat16")])
-def test_floats_of_16_bits_are_a_plain_checkpoint(kind: str, dtype: str, tmp_path: Path) -> None:
+def test_16_bit_floats_load_as_an_unquantized_checkpoint(
+    kind: str, dtype: str, tmp_path: Path
+) -> None:
     model = make_gguf(tmp_path / "m.gguf", "qwen3", types=lambda name: kind)
     config = load_model_config(tmp_path / "m.gguf")
     assert (config.dtype, config.quantization) == (dtype, None)
-    expected = their_logits(model, PROMPTS)
+    expected = transformers_logits(model, PROMPTS)
     assert (found_logits(tmp_path / "m.gguf") - expected).abs().max() < 1e-4
     rounded = found_logits(tmp_path / "m.gguf", "int8")
     assert 1e-4 < (rounded - expected).abs().mean() < 0.1
 
 
-def test_an_engine_takes_the_file_and_its_folder(tmp_path: Path) -> None:
+def test_an_engine_accepts_the_file_and_its_folder(tmp_path: Path) -> None:
     model = make_gguf(tmp_path / "m.gguf", "llama", types=lambda name: "Q8_0")
     (tmp_path / "m.gguf").rename(tmp_path / "m" / "m.gguf")
     (tmp_path / "m" / "config.json").unlink()
@@ -181,14 +188,14 @@ def config_with(tmp_path: Path, family: str = "llama", **keys: Any) -> Any:
 
 
 @pytest.mark.parametrize(("family", "keys", "message"), CONFIGS["gguf"])
-def test_what_changes_the_maths_is_refused(
+def test_unsupported_metadata_raises(
     family: str, keys: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     with pytest.raises(UnsupportedModelError, match=message):
         config_with(tmp_path, family, **keys)
 
 
-def test_dense_granite_4_names_states_that_it_has_not(tmp_path: Path) -> None:
+def test_ssm_sizes_of_dense_granite_4_are_ignored(tmp_path: Path) -> None:
     sizes = {"ssm__state_size": 128, "ssm__group_count": 1, "ssm__time_step_rank": 8}
     sizes |= {"ssm__inner_size": 128, "ssm__conv_kernel": 4}
     found = config_with(tmp_path, "granite", expert_shared_feed_forward_length=96, **sizes)
@@ -203,7 +210,7 @@ def test_dense_granite_4_names_states_that_it_has_not(tmp_path: Path) -> None:
         ("qwen3_next", {"ssm.inner_size": 64}, "ssm_in.weight' has 256 rows;.* 192"),
     ],
 )
-def test_one_tensor_of_another_size_is_refused(
+def test_a_fused_tensor_of_another_size_raises(
     family: str, keys: dict[str, Any], expected: str, tmp_path: Path
 ) -> None:
     make_gguf(tmp_path / "m.gguf", family, joined=True, keys=keys)
@@ -212,19 +219,19 @@ def test_one_tensor_of_another_size_is_refused(
 
 
 @pytest.mark.parametrize("layer", ["}", "{}", "{0.x}"])
-def test_braces_in_a_name_are_no_number(
+def test_braces_in_a_tensor_name_are_not_a_layer_index(
     layer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_gguf(tmp_path / "m.gguf", "mixtral", sliding_window=None)
     file = read_gguf(tmp_path / "m.gguf")
     tensors = {name.replace("blk.1.", f"blk.{layer}."): it for name, it in file.tensors.items()}
-    told = file._replace(tensors=tensors)
-    monkeypatch.setattr(gguf_tensors, "read_gguf", lambda path: told)
+    renamed = file._replace(tensors=tensors)
+    monkeypatch.setattr(gguf_tensors, "read_gguf", lambda path: renamed)
     with pytest.raises(WeightLoadError, match=r"missing: model\.layers\.1\."):
         build(tmp_path / "m.gguf")
 
 
-LIES = [
+WRONG_VALUES = [
     0, 1, -1, 7, 2**31, -(2**40), 1e300, float("nan"), 0.5, "", "x", True, [], [1], [0, 0], ["a"],
     np.array([1, 2, 3], "u4"), np.array([], "f4"), np.array([0, 0, 0], "i4"),
     np.array([2**63], "u8"),
@@ -247,35 +254,35 @@ LIES = [
         "hy_v3",
     ],
 )
-def test_keys_that_lie_are_refused(
+def test_wrong_metadata_values_raise_model_errors(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_gguf(tmp_path / "m.gguf", family)
     file, random = read_gguf(tmp_path / "m.gguf"), Random(0)
-    more = ["rope.scaling.type", "rope.scaling.factor", "attention.sliding_window"]
-    more += ["nextn_predict_layers", "expert_count", "attention.causal", "full_attention_interval"]
-    keys = [*file.metadata, *(f"{file.metadata['general.architecture']}.{key}" for key in more)]
+    extra = ["rope.scaling.type", "rope.scaling.factor", "attention.sliding_window"]
+    extra += ["nextn_predict_layers", "expert_count", "attention.causal", "full_attention_interval"]
+    keys = [*file.metadata, *(f"{file.metadata['general.architecture']}.{key}" for key in extra)]
     keys += [f"tokenizer.ggml.{key}" for key in ("tokens", "token_type", "eos_token_id")]
     keys += ["general.type", "general.sampling.top_k"]
-    refused = 0
+    num_errors = 0
     for key in keys:
-        for lie in random.sample(LIES, 6):
-            told = file._replace(metadata=file.metadata | {key: lie})
-            monkeypatch.setattr(gguf_tensors, "read_gguf", lambda path, told=told: told)
+        for value in random.sample(WRONG_VALUES, 6):
+            changed = file._replace(metadata=file.metadata | {key: value})
+            monkeypatch.setattr(gguf_tensors, "read_gguf", lambda path, changed=changed: changed)
             try:
                 load_model_config(tmp_path / "m.gguf")
             except ModelError:
-                refused += 1
-    assert refused > len(keys)
+                num_errors += 1
+    assert num_errors > len(keys)
 
 
-def test_keys_that_ask_for_nothing_are_harmless(tmp_path: Path) -> None:
+def test_keys_with_neutral_values_have_no_effect(tmp_path: Path) -> None:
     config = config_with(tmp_path, expert_count=0, pooling_type=0, rope__scaling__type="none")
     assert config == config_with(tmp_path)
     assert config.architecture == "LlamaForCausalLM"
 
 
-def test_linear_and_yarn_rotations(tmp_path: Path) -> None:
+def test_linear_and_yarn_rope_scaling_is_parsed(tmp_path: Path) -> None:
     scaled = {"rope__scaling__factor": 4.0, "rope__scaling__original_context_length": 128}
     (rope, *_) = config_with(tmp_path, rope__scaling__type="linear", **scaled).ropes
     assert (rope.type, rope.factor) == ("linear", 4)
@@ -284,20 +291,20 @@ def test_linear_and_yarn_rotations(tmp_path: Path) -> None:
     assert rope.attention_factor == pytest.approx(0.1 * np.log(4) + 1)
 
 
-def test_windows_have_the_usual_base_where_a_file_says_none(tmp_path: Path) -> None:
+def test_sliding_window_layers_have_the_default_rope_base(tmp_path: Path) -> None:
     config = config_with(tmp_path, "gemma3", rope__freq_base=5e5, rope__freq_base_swa=None)
     assert {rope.theta for rope in config.ropes} == {1e4}  # all three have a window
     config = config_with(tmp_path, "gemma3", rope__freq_base=5e5, attention__sliding_window=None)
     assert {rope.theta for rope in config.ropes} == {5e5}
 
 
-def test_a_file_without_a_window_has_none_although_its_config_class_has_one(tmp_path: Path) -> None:
+def test_a_file_without_a_sliding_window_ignores_the_class_default(tmp_path: Path) -> None:
     config = config_with(tmp_path, "exaone4", attention__sliding_window=None)
     assert set(config.sliding_windows) == {None}
     assert None not in config.ropes  # EXAONE 4 applies RoPE to all layers where none has a window
 
 
-def test_ends_and_sampling_of_a_generation_config(tmp_path: Path) -> None:
+def test_end_tokens_and_sampling_defaults_are_read_from_metadata(tmp_path: Path) -> None:
     words = [f"w{n}" for n in range(256)]
     words[7], words[8], words[9] = "<|im_end|>", "<|end|>", "<|eot_id|>"
     kinds = [1] * 256
@@ -313,28 +320,28 @@ def test_ends_and_sampling_of_a_generation_config(tmp_path: Path) -> None:
     assert config.eos_token_ids == (2, 7, 10, 11)
 
 
-def test_layers_for_drafts_are_left_out(tmp_path: Path) -> None:
+def test_layers_for_multi_token_prediction_are_ignored(tmp_path: Path) -> None:
     config = config_with(tmp_path, family="qwen3", nextn_predict_layers=1)
     assert (config.num_hidden_layers, config.ignored_tensors) == (1, r"model\.layers\.(1)\.")
     assert len(build(tmp_path / "m.gguf").model.layers) == 1
 
 
-def test_tensors_that_do_not_match_are_named(tmp_path: Path) -> None:
+def test_missing_tensors_are_named(tmp_path: Path) -> None:
     config_with(tmp_path)
     config = load_model_config(tmp_path / "m.gguf")
     from nanoengine.models.loader import load_model
     from tests.support.model_helpers import make_context
 
-    more = replace(config, num_hidden_layers=3, ropes=config.ropes * 2,
+    deeper = replace(config, num_hidden_layers=3, ropes=config.ropes * 2,
                    sliding_windows=(None,) * 3)  # fmt: skip
     with pytest.raises(WeightLoadError, match=r"missing: model\.layers\.2\."):
-        load_model(more, tmp_path / "m.gguf", context=make_context())
+        load_model(deeper, tmp_path / "m.gguf", context=make_context())
 
 
 # --- options and file locations -------------------------------------------------------------------
 
 
-def test_options_of_quantization(tmp_path: Path) -> None:
+def test_quantization_options_of_gguf_files(tmp_path: Path) -> None:
     make_gguf(tmp_path / "m.gguf", "llama", types=lambda name: "Q4_0")
     stored = load_model_config(tmp_path / "m.gguf").quantization
     assert (stored.format, stored.bits) == ("gguf", 4)
@@ -351,10 +358,10 @@ def test_options_of_quantization(tmp_path: Path) -> None:
         resolve_quantization("awq", stored, device="cpu")
     with pytest.raises(ConfigError, match="stored as floats"):
         resolve_quantization("gguf", None, device="cpu")
-    assert resolve_quantization(None, stored, device="cuda") is None, "held as floats"
+    assert resolve_quantization(None, stored, device="cuda") is None, "dequantized while loading"
 
 
-def test_a_batch_knows_its_file(tmp_path: Path) -> None:
+def test_a_job_manifest_identifies_the_file(tmp_path: Path) -> None:
     make_gguf(tmp_path / "m.gguf", "llama")
     config = EngineConfig(model=str(tmp_path / "m.gguf"))
     before = describe_engine(config, "m")["model"]["files"]
@@ -363,27 +370,27 @@ def test_a_batch_knows_its_file(tmp_path: Path) -> None:
     assert describe_engine(config, "m")["model"]["files"] != before
 
 
-def test_info_says_what_is_stored(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_info_lists_the_stored_types(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     keys = {"general.name": "Tiny", "tokenizer.chat_template": "{{ messages }}"}
     make_gguf(tmp_path / "m.gguf", "qwen3_moe", mlp_only_layers=[], keys=keys,
               types=lambda name: "Q4_0" if "exps" in name else "Q8_0")  # fmt: skip
     main(["info", str(tmp_path / "m.gguf")])
-    told = capsys.readouterr().out
-    assert "Tiny, with a chat template" in told
-    assert "experts: 147,456 numbers of 4.50 bits, 0.00 GiB: Q4_0" in told
-    assert "embedding: 16,384 numbers of 8.50 bits, 0.00 GiB: Q8_0" in told
-    assert "int8 activations, one scale per token and 32 inputs" in told
-    assert "stored: mean KL of 0.0008 to 0.0036 to the same weights in float32" in told
+    out = capsys.readouterr().out
+    assert "Tiny, with a chat template" in out
+    assert "experts: 147,456 numbers of 4.50 bits, 0.00 GiB: Q4_0" in out
+    assert "embedding: 16,384 numbers of 8.50 bits, 0.00 GiB: Q8_0" in out
+    assert "int8 activations, one scale per token and 32 inputs" in out
+    assert "stored: mean KL of 0.0008 to 0.0036 to the same weights in float32" in out
     for line in (
-        "Q4_0: kernel linear_grouped, codes of 4",
-        "Q8_0: kernel linear_grouped, codes of 8",
+        "Q4_0: kernel linear_groupwise, codes of 4",
+        "Q8_0: kernel linear_groupwise, codes of 8",
     ):
-        assert line in told
+        assert line in out
     main(["info", str(tmp_path / "m.gguf"), "--quantization", "gguf_weight_only"])
-    assert "Q4_0: kernel linear_floats, codes of 4 bits, rows of" in capsys.readouterr().out
+    assert "Q4_0: kernel linear_fp32, codes of 4 bits, rows of" in capsys.readouterr().out
 
 
-def test_a_layout_of_other_programs_is_found(tmp_path: Path) -> None:
+def test_files_in_folders_of_other_programs_are_found(tmp_path: Path) -> None:
     """LM Studio's publisher/model/file, ollama's blobs, a repository in the Hugging Face cache."""
 
     def found(path: Path) -> Path:
@@ -395,29 +402,29 @@ def test_a_layout_of_other_programs_is_found(tmp_path: Path) -> None:
     (tmp_path / "a.gguf").rename(file)
     assert found(file.parent) == file
     for above in (tmp_path / "models", tmp_path / "models" / "publisher"):
-        with pytest.raises(ConfigError, match=f"; below it are {file}"):
+        with pytest.raises(ConfigError, match=f"; models in its subfolders: {file}"):
             found(above)
     blob = tmp_path / "ollama" / "blobs" / "sha256-1f00"
     blob.parent.mkdir(parents=True)
     file.rename(blob)
     assert found(blob) == found(blob.parent) == blob
-    with pytest.raises(ConfigError, match=f"; below it are {blob.parent}"):
+    with pytest.raises(ConfigError, match=f"; models in its subfolders: {blob.parent}"):
         found(tmp_path / "ollama")
     repository = tmp_path / "hub" / "models--me--a"
     snapshot = repository / "snapshots" / "c0ffee"
     snapshot.mkdir(parents=True)
     (snapshot / "a.gguf").symlink_to(blob)
-    with pytest.raises(ConfigError, match=f"; below it are {snapshot / 'a.gguf'}"):
+    with pytest.raises(ConfigError, match=f"; models in its subfolders: {snapshot / 'a.gguf'}"):
         found(repository)
     (repository / "refs").mkdir()
     (repository / "refs" / "main").write_text("c0ffee\n")
     assert found(repository) == found(snapshot) == snapshot / "a.gguf"
-    with pytest.raises(ConfigError, match=f"; below it are {repository}"):
+    with pytest.raises(ConfigError, match=f"; models in its subfolders: {repository}"):
         found(tmp_path / "hub")
 
 
 @pytest.mark.parametrize(
-    ("model", "near"),
+    ("model", "similar"),
     [
         ("Tiny-Q8_O.gguf", "Tiny-Q8_0.gguf"),
         ("tiny-q8_0.gguf", "Tiny-Q8_0.gguf"),
@@ -426,12 +433,12 @@ def test_a_layout_of_other_programs_is_found(tmp_path: Path) -> None:
         ("wholly other", ""),
     ],
 )
-def test_a_missing_path_is_told_with_what_is_called_so(
-    model: str, near: str, tmp_path: Path
+def test_a_missing_path_raises_with_a_similar_name(
+    model: str, similar: str, tmp_path: Path
 ) -> None:
     (tmp_path / "llama").mkdir()
     (tmp_path / "Tiny-Q8_0.gguf").touch()
-    end = f"; did you mean {tmp_path / near}?" if near else ""
+    end = f"; did you mean {tmp_path / similar}?" if similar else ""
     with pytest.raises(ConfigError) as error:
         resolve_model(EngineConfig(model=str(tmp_path / model)))
     assert str(error.value).endswith(f"{str(tmp_path / model)!r} does not exist{end}")
@@ -446,7 +453,7 @@ def test_a_missing_path_is_told_with_what_is_called_so(
         ({"general.sampling.temp": -1.0}, "general.sampling.temp: "),
     ],
 )
-def test_messages_name_the_keys_of_the_file(
+def test_messages_use_the_keys_of_the_file(
     keys: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     path = tmp_path / "m.gguf"
@@ -465,7 +472,7 @@ FILES = [
 
 
 @pytest.mark.parametrize(
-    ("model", "wanted"),
+    ("model", "files"),
     [
         ("me/a:Q4_K_M", ["a-Q4_K_M.gguf"]),
         ("me/a:q8_0", ["a-Q8_0-00001-of-00002.gguf", "a-Q8_0-00002-of-00002.gguf"]),
@@ -474,12 +481,12 @@ FILES = [
         ("me/a:UD-IQ4_XS", ["a-UD-IQ4_XS.gguf"]),
     ],
 )
-def test_a_file_of_the_hub(
-    model: str, wanted: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_hub_file_is_selected_by_type_or_path(
+    model: str, files: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = mock_hub(tmp_path, monkeypatch, FILES)
-    assert resolve_model(EngineConfig(model=model, revision="r")) == tmp_path / wanted[0]
-    assert asked == [("me/a", "r", wanted)]
+    downloads = mock_hub(tmp_path, monkeypatch, FILES)
+    assert resolve_model(EngineConfig(model=model, revision="r")) == tmp_path / files[0]
+    assert downloads == [("me/a", "r", files)]
 
 
 @pytest.mark.parametrize(
@@ -494,7 +501,7 @@ def test_a_file_of_the_hub(
         ("a" * 5000, "model directory 'a+' does not exist"),
     ],
 )
-def test_which_file_of_the_hub_is_not_guessed(
+def test_ambiguous_hub_names_raise(
     model: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mock_hub(tmp_path, monkeypatch, FILES)
@@ -508,14 +515,14 @@ def mock_hub(
     """A fake hub with one repository; records the downloaded files."""
     import huggingface_hub
 
-    asked: list[tuple[str, str | None, list[str]]] = []
+    downloads: list[tuple[str, str | None, list[str]]] = []
 
     def snapshot(name: str, revision: str | None, allow_patterns: list[str]) -> str:
-        asked.append((name, revision, allow_patterns))
+        downloads.append((name, revision, allow_patterns))
         return str(folder)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
     monkeypatch.setattr(
         huggingface_hub.HfApi, "list_repo_files", lambda self, name, revision: files
     )
-    return asked
+    return downloads

@@ -18,7 +18,7 @@ from nanoengine.checkpoint.quantization import Quantization, resolve_quantizatio
 from nanoengine.errors import UnsupportedModelError, WeightLoadError
 from tests.support.checkpoints import make_checkpoint
 from tests.support.engines import greedy, make_engine, random_prompts, run, tokens
-from tests.support.model_helpers import all_logits, build, cpu_kernels, their_logits
+from tests.support.model_helpers import all_logits, build, cpu_kernels, transformers_logits
 from tests.support.model_helpers import random_prompts as plain_prompts
 from tests.support.quantized_checkpoints import MXFP4, make_mxfp4
 
@@ -34,7 +34,7 @@ PROMPTS = plain_prompts(21, 1, 40)
 
 @pytest.fixture(scope="module")
 def expected(checkpoint: tuple[Path, torch.nn.Module]) -> torch.Tensor:
-    return their_logits(checkpoint[1], PROMPTS)
+    return transformers_logits(checkpoint[1], PROMPTS)
 
 
 def quantized(path: Path, option: str | None = None, dtype: torch.dtype = torch.float32) -> Any:
@@ -43,7 +43,7 @@ def quantized(path: Path, option: str | None = None, dtype: torch.dtype = torch.
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_mxfp4_experts_are_what_transformers_makes_floats_of(
+def test_mxfp4_experts_match_the_dequantized_experts_of_transformers(
     checkpoint: tuple[Path, torch.nn.Module], expected: torch.Tensor, dtype: torch.dtype
 ) -> None:
     """Experts stay in 4 bits, in the CPU kernels (float32) and in plain torch (float64)."""
@@ -51,14 +51,14 @@ def test_mxfp4_experts_are_what_transformers_makes_floats_of(
     expert = model.model.layers[0].mlp.experts.experts[3]
     assert expert.gate_up.values.nbytes == 2 * 64 * 64 // 2
     exact = checkpoint[1].model.layers[0].mlp.experts.gate_up_proj[3].T
-    alone = expert.gate_up.apply(torch.eye(64, dtype=dtype), None).T
-    assert torch.equal(alone[:64], exact[0::2].to(dtype))
-    assert torch.equal(alone[64:], exact[1::2].to(dtype))
+    weight = expert.gate_up.apply(torch.eye(64, dtype=dtype), None).T
+    assert torch.equal(weight[:64], exact[0::2].to(dtype))
+    assert torch.equal(weight[64:], exact[1::2].to(dtype))
     found = all_logits(quantized(checkpoint[0], dtype=dtype), PROMPTS)
     assert (found - expected).abs().max() < 1e-4
 
 
-def test_without_methods_for_4_bits_they_are_held_as_floats(
+def test_mxfp4_experts_are_dequantized_without_4_bit_methods(
     checkpoint: tuple[Path, torch.nn.Module], expected: torch.Tensor
 ) -> None:
     """A GPU also resolves to no quantization."""
@@ -75,8 +75,11 @@ def test_activations_may_be_quantized_too(
     assert 1e-6 < error < 0.02
 
 
-def test_greedy_tokens_of_an_engine(checkpoint: tuple[Path, torch.nn.Module]) -> None:
-    """Chunks of 7, a pool that cannot hold all prompts, and a second run from the prefix cache."""
+def test_greedy_tokens_of_an_engine_match_transformers(
+    checkpoint: tuple[Path, torch.nn.Module],
+) -> None:
+    """Chunks of 7, a pool that is too small for all prompts, and a second run from the prefix
+    cache."""
     path, model = checkpoint
     prompts, found = random_prompts(4, (26, 19, 3)), []
     with torch.inference_mode():
@@ -94,7 +97,7 @@ def test_greedy_tokens_of_an_engine(checkpoint: tuple[Path, torch.nn.Module]) ->
         assert tokens(run(engine, prompts, greedy(6))) == found
 
 
-def test_a_published_config_is_read() -> None:
+def test_the_published_config_is_parsed() -> None:
     """The config.json of the 20B model, without its layer types; it has no dtype."""
     raw = {
         "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "attention_bias": True,
@@ -126,7 +129,7 @@ def test_a_published_config_is_read() -> None:
     assert parse_model_config(absent).ropes == config.ropes
 
 
-def test_mxfp4_is_for_experts_of_this_family() -> None:
+def test_mxfp4_of_another_family_raises() -> None:
     raw = {"architectures": ["MixtralForCausalLM"], "quantization_config": MXFP4}
     sizes = dict.fromkeys(("hidden_size", "intermediate_size", "vocab_size"), 64)
     counts = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads",
@@ -136,7 +139,7 @@ def test_mxfp4_is_for_experts_of_this_family() -> None:
         parse_model_config(raw | sizes | {"max_position_embeddings": 64})
 
 
-def test_a_damaged_scale_is_named(tmp_path: Path) -> None:
+def test_a_nan_scale_raises_with_the_tensor_name(tmp_path: Path) -> None:
     make_mxfp4(tmp_path)
     file = tmp_path / "model.safetensors"
     tensors = load_file(file)
@@ -148,7 +151,7 @@ def test_a_damaged_scale_is_named(tmp_path: Path) -> None:
         quantized(tmp_path)
 
 
-def test_floats_where_the_config_says_mxfp4_are_refused(tmp_path: Path) -> None:
+def test_floats_in_place_of_mxfp4_raise(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "gpt_oss")
     raw = json.loads((tmp_path / "config.json").read_text("utf-8"))
     raw["quantization_config"] = MXFP4

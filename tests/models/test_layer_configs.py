@@ -1,5 +1,5 @@
-"""Models before Llama and their relatives in random sizes and variants: log-probabilities of
-transformers at each position, and its tokens from an engine with chunks and a small pool."""
+"""Models older than Llama and their relatives, with random sizes and options: log-probabilities
+match transformers at each position, and so do tokens of an engine with chunks and a small pool."""
 
 from __future__ import annotations
 
@@ -15,8 +15,11 @@ from tests.support.engines import greedy, make_engine, random_prompts, run, toke
 from tests.support.model_helpers import all_logits, build
 
 FULL, SLIDING = "full_attention", "sliding_attention"
-INNER = {"falcon": "ffn_hidden_size", "opt": "ffn_dim", "gpt2": "n_inner", "gpt_bigcode": "n_inner",
-         "gptj": "n_inner"}  # fmt: skip
+SIZE_KEYS = {
+    "falcon": "ffn_hidden_size", "opt": "ffn_dim", "gpt2": "n_inner", "gpt_bigcode": "n_inner",
+    "gptj": "n_inner",
+}  # fmt: skip
+"""Family -> its key for the intermediate size, unless it is "intermediate_size"."""
 GROUPED = ("exaone", "granite_swa", "granitemoe_swa", "nanochat", "olmo")
 ACTIVATIONS = ["gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "silu"]
 PROMPTS = random_prompts(7, (26, 3, 19))
@@ -26,27 +29,27 @@ pytestmark = pytest.mark.guards(
 )
 
 
-def variation(family: str, seed: int) -> dict[str, Any]:
+def random_overrides(family: str, seed: int) -> dict[str, Any]:
     """Random config keys of a family; the seed determines their values."""
     draw = random.Random(f"{family} {seed}")
     heads, size, layers = draw.choice((2, 3, 4, 6)), draw.choice((8, 16, 24)), draw.randint(1, 3)
     kv_heads = draw.choice([n for n in range(1, heads + 1) if heads % n == 0])
-    inner = draw.choice((40, 96, 130))
-    each = [draw.random() < 0.5 for _ in range(8)]
+    intermediate_size = draw.choice((40, 96, 130))
+    flags = [draw.random() < 0.5 for _ in range(8)]
     found: dict[str, Any] = {
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads if family in GROUPED else heads,
         "hidden_size": heads * size,
         "num_hidden_layers": layers,
-        "tie_word_embeddings": each[0] and family != "gptj",  # its head has biases
+        "tie_word_embeddings": flags[0] and family != "gptj",  # its head has biases
         "max_position_embeddings": draw.choice((64, 100)),
-        INNER.get(family, "intermediate_size"): inner,
-        "intermediate_size": inner,
+        SIZE_KEYS.get(family, "intermediate_size"): intermediate_size,
+        "intermediate_size": intermediate_size,
     }
     if family in ("exaone", "gpt_neox", "granite_swa", "nanochat", "olmo"):
-        found["attention_bias"] = each[1]
+        found["attention_bias"] = flags[1]
     if family in ("exaone", "granite_swa"):
-        found["mlp_bias"] = each[2]
+        found["mlp_bias"] = flags[2]
     if family in ("granite_swa", "granitemoe_swa"):
         found |= {
             "sliding_window": draw.choice((3, 16)),
@@ -55,16 +58,16 @@ def variation(family: str, seed: int) -> dict[str, Any]:
             "embedding_multiplier": draw.choice((1.0, 3.0)),
         }
     if family == "falcon":
-        found |= {"new_decoder_architecture": each[3], "bias": each[4], "num_kv_heads": kv_heads}
-        found |= {"num_ln_in_parallel_attn": 1} if each[5] else {}
+        found |= {"new_decoder_architecture": flags[3], "bias": flags[4], "num_kv_heads": kv_heads}
+        found |= {"num_ln_in_parallel_attn": 1} if flags[5] else {}
     if family == "gpt_bigcode":
         found["num_key_value_heads"] = 1
     if family == "gpt_neox":
-        found |= {"use_parallel_residual": each[3], "rotary_pct": draw.choice((0.25, 0.5, 1.0))}
+        found |= {"use_parallel_residual": flags[3], "rotary_pct": draw.choice((0.25, 0.5, 1.0))}
     if family == "gptj":
         found["rotary_dim"] = draw.choice((2, 4, size))
     if family == "opt":
-        found["enable_bias"] = each[3]
+        found["enable_bias"] = flags[3]
     if family in ("gpt2", "gptj", "opt"):
         found["activation_function"] = draw.choice(ACTIVATIONS)
     if family == "nanochat":
@@ -75,16 +78,16 @@ def variation(family: str, seed: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize("family", [*GROUPED, *INNER, "gpt_neox"])
-def test_log_probabilities_and_tokens_are_those_of_transformers(
+@pytest.mark.parametrize("family", [*GROUPED, *SIZE_KEYS, "gpt_neox"])
+def test_log_probabilities_and_tokens_match_transformers(
     family: str, seed: int, tmp_path: Path
 ) -> None:
-    model = make_checkpoint(tmp_path, family, **variation(family, seed)).to(torch.float64)
+    model = make_checkpoint(tmp_path, family, **random_overrides(family, seed)).to(torch.float64)
     ids = PROMPTS[0]
     with torch.inference_mode():
         expected = model(torch.tensor([ids])).logits[0].log_softmax(-1)
-        asked = [list(prompt) for prompt in PROMPTS]
-        for prompt in asked:
+        expected_tokens = [list(prompt) for prompt in PROMPTS]
+        for prompt in expected_tokens:
             for _ in range(5):
                 prompt.append(int(model(torch.tensor([prompt])).logits[0, -1].argmax()))
     found = all_logits(build(tmp_path, torch.float64), [ids]).log_softmax(-1)
@@ -95,4 +98,4 @@ def test_log_probabilities_and_tokens_are_those_of_transformers(
         **options,
     )  # fmt: skip
     got = tokens(run(engine, PROMPTS, greedy(5)))
-    assert got == [[prompt[-5:]] for prompt in asked]
+    assert got == [[prompt[-5:]] for prompt in expected_tokens]

@@ -1,4 +1,4 @@
-"""Every model family against transformers: same checkpoint, same tokens, same logits."""
+"""Logits of the model classes against transformers, on one rank and on several."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from nanoengine.errors import ConfigError
 from nanoengine.layers.collectives import Shard
 from nanoengine.layers.kernels import UnquantizedLinear
-from nanoengine.layers.packed import PackedLinear, ScreenedHead
+from nanoengine.layers.packed import PackedLinear, PrunedArgmaxHead
 from nanoengine.models.decoder import CausalLM
 from nanoengine.runner.options import make_kernels
 from tests.support.checkpoints import MODELS, make_checkpoint
@@ -27,7 +27,7 @@ from tests.support.model_helpers import (
     build,
     cpu_kernels,
     random_prompts,
-    their_logits,
+    transformers_logits,
 )
 
 
@@ -37,11 +37,11 @@ def oracle(
     """Logits of transformers, prompt by prompt."""
     model = copy.deepcopy(model).to(dtype)
     if dtype == torch.float64:
-        _widen(model)
-    return their_logits(model, prompts)
+        _to_float64(model)
+    return transformers_logits(model, prompts)
 
 
-def _widen(model: torch.nn.Module) -> None:
+def _to_float64(model: torch.nn.Module) -> None:
     """Makes a float64 transformers model compute norms and router probabilities in float64 instead
     of float32, so that more digits can be compared."""
 
@@ -77,7 +77,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = MODELS["exact"]
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_logits_equal_those_of_transformers(case: str, tmp_path: Path) -> None:
+def test_logits_match_transformers(case: str, tmp_path: Path) -> None:
     family, overrides = CASES[case]
     reference = make_checkpoint(tmp_path, family, **overrides)
     prompts = random_prompts(40, 1, 23)
@@ -91,7 +91,7 @@ def test_logits_equal_those_of_transformers(case: str, tmp_path: Path) -> None:
 
 
 class Ranks:
-    """Collectives between threads that run one model: each rank waits for all others' tensors."""
+    """Collectives between threads that run one model: each rank waits for all ranks' tensors."""
 
     def __init__(self, world_size: int) -> None:
         self.parts: list[torch.Tensor | None] = [None] * world_size
@@ -125,7 +125,7 @@ def logits_of_ranks(models: Sequence[CausalLM], prompts: list[list[int]]) -> lis
     ["llama attention bias", "qwen2 untied", "qwen3", "qwen3_moe", "mistral", "gemma3", "cohere2",
      "dots1", "exaone4", "glm4", "hunyuan", "minimax_m2", "olmo2", "phi3", "qwen2_moe"],
 )  # fmt: skip
-def test_two_ranks_in_one_process_equal_one(case: str, tmp_path: Path) -> None:
+def test_two_ranks_in_one_process_match_one_rank(case: str, tmp_path: Path) -> None:
     family, overrides = CASES.get(case, (case, {}))
     make_checkpoint(tmp_path, family, **overrides)
     prompts = random_prompts(17, 5)
@@ -141,7 +141,7 @@ def test_two_ranks_in_one_process_equal_one(case: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("kv_heads", "ranks"), [(1, 2), (1, 4), (2, 4)])
 @pytest.mark.parametrize("family", ["qwen2", "gemma3", "olmo2", "phi3"])
-def test_ranks_share_kv_heads_where_they_are_more(
+def test_more_ranks_than_kv_heads_share_them(
     family: str, kv_heads: int, ranks: int, tmp_path: Path
 ) -> None:
     make_checkpoint(tmp_path, family, num_key_value_heads=kv_heads)
@@ -155,7 +155,7 @@ def test_ranks_share_kv_heads_where_they_are_more(
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "ranks", "others"),
+    ("field", "value", "ranks", "overrides"),
     [
         ("num_attention_heads", 4, 3, {}),
         ("num_key_value_heads", 4, 6, {"num_attention_heads": 12, "vocab_size": 258}),
@@ -164,16 +164,18 @@ def test_ranks_share_kv_heads_where_they_are_more(
         ("moe_intermediate_size", 31, 2, {}),
     ],
 )
-def test_ranks_that_do_not_divide_the_model_are_refused(
-    field: str, value: int, ranks: int, others: dict[str, int], tmp_path: Path
+def test_ranks_that_do_not_divide_the_model_raise(
+    field: str, value: int, ranks: int, overrides: dict[str, int], tmp_path: Path
 ) -> None:
-    make_checkpoint(tmp_path, "qwen3_moe", **{"moe_intermediate_size": 36, **others, field: value})
+    make_checkpoint(
+        tmp_path, "qwen3_moe", **{"moe_intermediate_size": 36, **overrides, field: value}
+    )
     with pytest.raises(ConfigError) as error:
         build(tmp_path, shard=Shard(0, ranks))
     assert f"tensor_parallel_size={ranks} must divide {field}={value}" in str(error.value)
 
 
-def test_a_sequence_has_the_same_logits_alone_and_with_neighbours(tmp_path: Path) -> None:
+def test_a_sequence_has_the_same_logits_alone_and_in_a_batch(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "qwen3_moe")
     model = build(tmp_path, torch.float64)
     first, second, third = random_prompts(9, 21, 4)
@@ -183,7 +185,7 @@ def test_a_sequence_has_the_same_logits_alone_and_with_neighbours(tmp_path: Path
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma3"])
-def test_sixteen_bit_models_stay_close_and_keep_their_dtype(family: str, tmp_path: Path) -> None:
+def test_bfloat16_logits_are_close_and_stay_bfloat16(family: str, tmp_path: Path) -> None:
     reference = make_checkpoint(tmp_path, family, dtype=torch.bfloat16)
     prompts = random_prompts(30)
     expected = oracle(reference, prompts, torch.bfloat16)
@@ -194,7 +196,7 @@ def test_sixteen_bit_models_stay_close_and_keep_their_dtype(family: str, tmp_pat
     assert error < 2 * (expected.float() - exact).abs().max()
 
 
-def test_positions_past_the_models_context_are_refused_at_start(tmp_path: Path) -> None:
+def test_more_positions_than_the_context_raise_at_start(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "llama")
     with pytest.raises(ConfigError, match=r"max_model_len=513 must be in \[1, 512\]"):
         build(tmp_path, max_positions=513)
@@ -244,7 +246,7 @@ def test_packed_weights_give_the_same_logits(case: str, tmp_path: Path) -> None:
 def test_packed_weights_are_for_float32_on_a_cpu() -> None:
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
     made = [cpu_kernels().linear(name) for name in ("lm_head", "o_proj")]
-    assert [type(method) for method in made] == [ScreenedHead, PackedLinear]
+    assert [type(method) for method in made] == [PrunedArgmaxHead, PackedLinear]
     for device, dtype in ((cpu, torch.float64), (cpu, torch.bfloat16), (cuda, torch.float32)):
         kernels = make_kernels(DenseAttention(), device=device, dtype=dtype)
         assert type(kernels.linear("o_proj")) is UnquantizedLinear

@@ -1,4 +1,4 @@
-"""Plain first: which families use the plain model. test_limits.py checks what a start loads."""
+"""Which families use the plain model. test_limits.py checks which modules a start loads."""
 
 from __future__ import annotations
 
@@ -22,6 +22,6 @@ from tests.support.engines import checkpoint
         ("granite", {}, False),  # multipliers
     ],
 )
-def test_what_the_plain_model_computes_is_the_plain_model(family, overrides, plain):
+def test_configs_like_llama_or_qwen3_use_the_plain_model(family, overrides, plain):
     config = load_model_config(checkpoint(family, **overrides))
     assert (model_class(config) is CausalLM) is plain

@@ -13,7 +13,7 @@ import pytest
 
 from nanoengine.cli import main as cli
 from nanoengine.engine import LLMEngine
-from nanoengine.observe.explain import explained
+from nanoengine.observe.explain import explain_recording
 from nanoengine.observe.trace import trace_engine
 from nanoengine.observe.trace_reader import Recording, read_trace
 from nanoengine.settings.params import SamplingParams
@@ -118,21 +118,21 @@ GOLDEN = (Path(__file__).parent / "explained.txt").read_text(encoding="utf-8")
         ("tiers", {}),
     ],
 )
-def test_what_is_told_of_a_recorded_run(
+def test_a_recorded_run_is_explained(
     name: str, question: dict[str, str | int], request: pytest.FixtureRequest
 ) -> None:
     recording = request.getfixturevalue(name)
     title = " ".join([name, *(f"--{key} {value}" for key, value in question.items())])
-    story = explained(recording, step=question.get("step"))  # type: ignore[arg-type]
+    narrative = explain_recording(recording, step=question.get("step"))  # type: ignore[arg-type]
     if "request" in question:
-        lines = story.request_lines(str(question["request"]))
+        lines = narrative.request_lines(str(question["request"]))
     else:
-        lines = story.step_lines() if question else story.run_lines()
-    told = GOLDEN.partition(f"$ explain {title}\n")[2].partition("\n\n")[0]
-    assert "\n".join(lines) == told.rstrip("\n"), "\n".join(lines)
+        lines = narrative.step_lines() if question else narrative.run_lines()
+    expected = GOLDEN.partition(f"$ explain {title}\n")[2].partition("\n\n")[0]
+    assert "\n".join(lines) == expected.rstrip("\n"), "\n".join(lines)
 
 
-def test_requests_that_are_aborted(tmp_path: Path) -> None:
+def test_aborted_requests_are_explained(tmp_path: Path) -> None:
     engine = make_engine(num_blocks=10, block_size=4, max_num_seqs=2, max_num_batched_tokens=16)
     trace_engine(engine, tmp_path / "run.trace")
     for name, first, length in (("a", 0, 9), ("b", 20, 10), ("c", 0, 9), ("gone", 3, 5)):
@@ -144,12 +144,12 @@ def test_requests_that_are_aborted(tmp_path: Path) -> None:
     engine.step()
     engine.abort("late")
     engine.close()
-    told = explained(read_trace(tmp_path / "run.trace"))
-    assert "never had a row" in "".join(told.request_lines("gone"))
-    assert "aborted with 1 token" in told.request_lines("late")[-1]
+    narrative = explain_recording(read_trace(tmp_path / "run.trace"))
+    assert "was never admitted" in "".join(narrative.request_lines("gone"))
+    assert "aborted with 1 token" in narrative.request_lines("late")[-1]
 
 
-def test_a_fork_that_is_preempted_before_any_plan_had_it(tmp_path: Path) -> None:
+def test_a_fork_preempted_before_its_first_plan_is_explained(tmp_path: Path) -> None:
     """Regression: it raised a KeyError."""
     engine = make_engine(num_blocks=4, block_size=4, max_num_seqs=2)
     trace_engine(engine, tmp_path / "run.trace")
@@ -158,41 +158,41 @@ def test_a_fork_that_is_preempted_before_any_plan_had_it(tmp_path: Path) -> None
     engine.fork("a")
     run(engine)
     engine.close()
-    told = explained(read_trace(tmp_path / "run.trace")).request_lines("a")
-    assert told[2].startswith("step 1: its sequence 1: preempted with 9 tokens computed")
+    lines = explain_recording(read_trace(tmp_path / "run.trace")).request_lines("a")
+    assert lines[2].startswith("step 1: its sequence 1: preempted with 9 tokens computed")
 
 
-def test_explain_answers_each_question_or_says_why_not(
+def test_the_explain_command_prints_lines_or_an_error(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     assert cli.main(["explain", str(SAMPLE)]) == 0
-    run_told = capsys.readouterr().out.splitlines()
-    assert [line.partition(".")[0] for line in run_told[1:]] == list("12345")
+    run_lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(".")[0] for line in run_lines[1:]] == list("12345")
     assert cli.main(["explain", str(SAMPLE), "--request", "3"]) == 0
     assert "preempted" in capsys.readouterr().out
     assert cli.main(["explain", str(SAMPLE), "--step", "30"]) == 0
     assert capsys.readouterr().out.startswith("Step 30 was committed")
     (tmp_path / "header").write_bytes(gzip.decompress(SAMPLE.read_bytes()).splitlines()[0])
     for wrong, why in (
-        ([str(SAMPLE), "--request", "none"], "the trace tells of no request 'none'; of '0', '1', "),
-        ([str(tmp_path / "header"), "--request", "0"], "no request '0'; of none\n"),
+        ([str(SAMPLE), "--request", "none"], "the trace has no request 'none'; it has '0', '1', "),
+        ([str(tmp_path / "header"), "--request", "0"], "no request '0'; it has none\n"),
         ([str(SAMPLE), "--step", "9999"], "the trace has no step 9999: it has steps 0 to 223"),
         ([str(SAMPLE), "--step", "1", "--request", "3"], "one at a time"),
         ([str(tmp_path / "none")], "can't be read"),
     ):
         assert cli.main(["explain", *wrong]) == 2
-        told = capsys.readouterr().err
-        assert told.startswith("error: ") and why in told and told.count("\n") == 1
+        error = capsys.readouterr().err
+        assert error.startswith("error: ") and why in error and error.count("\n") == 1
 
 
 @pytest.mark.parametrize("name", ["über", "\ud800"])
-def test_an_id_that_the_terminal_has_no_letters_for_is_told(
+def test_an_id_that_the_terminal_can_not_encode_is_escaped(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told = gzip.decompress(SAMPLE.read_bytes()).replace(
+    trace = gzip.decompress(SAMPLE.read_bytes()).replace(
         b'"id":"1"', f'"id":{json.dumps(name)}'.encode()
     )
-    (tmp_path / "a.trace").write_bytes(told)
+    (tmp_path / "a.trace").write_bytes(trace)
     terminal = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(terminal, encoding="ascii"))
     assert cli.main(["explain", str(tmp_path / "a.trace"), "--step", "0"]) == 0

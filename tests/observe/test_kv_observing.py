@@ -41,7 +41,7 @@ def test_every_miss_has_a_reason():
     assert misses == [["short"], ["cold"], [], ["salt"], ["cold"], ["cold"], ["evicted"]]
 
 
-def test_the_recent_rate_forgets():
+def test_the_recent_hit_rate_forgets_old_queries():
     stats = CacheStats()
     for _ in range(1000):
         stats.count(10, 0)
@@ -50,7 +50,7 @@ def test_the_recent_rate_forgets():
     assert (stats.hit_rate, stats.recent_hit_rate) == (0.25, 0.5)
 
 
-def test_readmissions_are_counted_apart():
+def test_readmissions_are_counted_separately():
     engine = make_engine(num_blocks=9, max_num_seqs=3)
     for i in range(3):
         params = SamplingParams(max_tokens=20, ignore_eos=True)
@@ -94,7 +94,7 @@ class Mirror:
             assert self.contents.pop(block.block_id) is block.prefix
 
 
-def test_a_mirror_of_the_events_is_the_cache():
+def test_block_events_reconstruct_the_cache():
     engine, mirror = make_engine(num_blocks=17), Mirror()
     pool = engine.scheduler.block_manager.pool
     pool.observers.append(mirror)
@@ -108,7 +108,7 @@ def test_a_mirror_of_the_events_is_the_cache():
     assert pool.num_evicted > 0
 
 
-def test_a_reset_and_a_failed_step_are_one_event_and_later_ones_go_on():
+def test_a_reset_and_a_failed_step_are_one_event_each():
     engine, mirror = make_engine(), Mirror()
     engine.scheduler.block_manager.pool.observers.append(mirror)
     ask(engine, range(1, 18))
@@ -122,7 +122,7 @@ def test_a_reset_and_a_failed_step_are_one_event_and_later_ones_go_on():
     assert len(mirror.contents) == 2
 
 
-def test_evict_drops_what_is_cached_and_nothing_else():
+def test_evict_drops_only_cached_blocks():
     engine = make_engine()
     ask(engine, range(1, 18))
     assert engine.stats().cached_blocks == 4
@@ -164,7 +164,7 @@ def test_residency_measures_the_three_spans():
     assert "<= 4 s: 1" in str(residency)
 
 
-def test_residency_samples():
+def test_residency_samples_blocks():
     residency = Residency(every=4, clock=lambda: 0.0)
     pool = BlockPool(num_blocks=9)
     pool.observers.append(residency)

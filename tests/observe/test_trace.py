@@ -42,7 +42,7 @@ def greedy(max_tokens: int, **changes: Any) -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, **changes)
 
 
-def told(path: Path) -> list[dict[str, Any]]:
+def lines_of(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
@@ -58,7 +58,7 @@ def outputs(recording: Recording) -> dict[str, list[list[int]]]:
     return {r.request_id: [seq.output_token_ids for seq in r.sequences] for r in requests}
 
 
-def test_a_decode_writes_little_more_than_its_tokens(tmp_path: Path) -> None:
+def test_the_line_of_a_decode_is_short(tmp_path: Path) -> None:
     path = tmp_path / "run.trace"
     engine = make_engine(num_blocks=65, max_num_seqs=16, max_num_batched_tokens=64)
     trace_engine(engine, path)
@@ -66,13 +66,13 @@ def test_a_decode_writes_little_more_than_its_tokens(tmp_path: Path) -> None:
         engine.add_request(str(number), [number, 7], greedy(8))
     run(engine)
     engine.close()
-    (line,) = (line for line in told(path) if line.get("step") == 4)
+    (line,) = (line for line in lines_of(path) if line.get("step") == 4)
     assert set(line) == {"step", "t", "s", "sampled"}
     assert len(line["sampled"]) == 16 and all(isinstance(token, int) for token in line["sampled"])
-    assert {"plan": 4, "digest": line["step"]}.keys() == told(path)[-7].keys()
+    assert {"plan": 4, "digest": line["step"]}.keys() == lines_of(path)[-7].keys()
 
 
-def test_what_comes_in_is_told_in_order(tmp_path: Path) -> None:
+def test_calls_are_traced_in_order(tmp_path: Path) -> None:
     path = tmp_path / "run.trace"
     engine = make_engine(num_blocks=33, max_num_seqs=1)
     trace_engine(engine, path)
@@ -83,7 +83,7 @@ def test_what_comes_in_is_told_in_order(tmp_path: Path) -> None:
     engine.abort("gone")
     run(engine)
     engine.close()
-    _, *lines = told(path)
+    _, *lines = lines_of(path)
     kinds = ("add", "plan", "step", "abort", "end")
     assert [next(kind for kind in kinds if kind in line) for line in lines] == [
         "add", "add", "plan", "step", "add", "abort", *["plan", "step"] * 4, "end"
@@ -145,12 +145,12 @@ def add(engine: LLMEngine, name: str, first: int, length: int, count: int, **mor
     return engine.add_request(name, prompt, params, **more)
 
 
-def chosen(engine: LLMEngine) -> list[Request]:
+def ask_chosen(engine: LLMEngine) -> list[Request]:
     return [add(engine, "beam", 0, 5, 9, params={"logprobs": 4}, chooser=Second()),
             add(engine, "other", 7, 3, 5)]  # fmt: skip
 
 
-def stopped(engine: LLMEngine) -> list[Request]:
+def ask_stopped(engine: LLMEngine) -> list[Request]:
     many = {"params": {"n": 2, "stop": "###"}, "make_follower": lambda i: StopsAt(4 + 3 * i)}
     return [add(engine, "n", 0, 5, 12, **many),
             add(engine, "one", 9, 5, 12, make_follower=lambda i: StopsAt(3)),
@@ -161,11 +161,11 @@ def stopped(engine: LLMEngine) -> list[Request]:
 @pytest.mark.parametrize(
     ("ask", "options"),
     [
-        (chosen, {"num_blocks": 33, "max_num_seqs": 4}),
-        (stopped, {}),
+        (ask_chosen, {"num_blocks": 33, "max_num_seqs": 4}),
+        (ask_stopped, {}),
     ],
 )
-def test_a_replay_is_the_run_again(
+def test_a_replay_equals_the_run(
     loop: Callable[[LLMEngine], object],
     ask: Callable[[LLMEngine], list[Request]],
     options: dict[str, Any],
@@ -176,12 +176,12 @@ def test_a_replay_is_the_run_again(
     requests += [add(engine, f"again-{i}", 3 * i, 12, 6) for i in range(3)]
     loop(engine)
     assert trace.check(requests) > 7
-    if ask is stopped:
+    if ask is ask_stopped:
         assert [seq.stop_reason for seq in requests[0].sequences] == ["###", "###"]
         assert requests[0].sequences[0].follower.text == "a text"  # type: ignore[union-attr]
 
 
-def test_what_callers_do_between_steps_is_replayed() -> None:
+def test_calls_between_steps_are_replayed() -> None:
     engine, trace = traced(num_blocks=33)
     requests = [add(engine, str(i), 7 * i, 9, 9) for i in range(3)]
     engine.step()
@@ -205,7 +205,7 @@ class KeptDisk(FakeDisk):
     def scan(self, prefixes: PrefixTree) -> list[Content]:
         def known(prefix: Prefix) -> Prefix:
             if prefix.parent is None:
-                return prefixes.root_of_name(prefix.digest)
+                return prefixes.root_of_digest(prefix.digest)
             return prefixes.extend(known(prefix.parent), prefix.token_ids)
 
         self.files = {Content(group, known(prefix)): slots
@@ -213,7 +213,7 @@ class KeptDisk(FakeDisk):
         return super().scan(prefixes)
 
 
-def test_a_disk_that_had_blocks_before_is_replayed() -> None:
+def test_a_disk_tier_with_existing_blocks_is_replayed() -> None:
     """The second engine hits the first one's files, with and without a salt."""
     host: dict[int, list[int | None]] = {}
     files: dict[Any, list[int | None]] = {}
@@ -235,7 +235,7 @@ def test_a_disk_that_had_blocks_before_is_replayed() -> None:
     assert engine.stats().tiers[1].hit_blocks > 0
 
 
-def test_a_model_is_traced_from_its_options_to_its_end(tmp_path: Path) -> None:
+def test_a_run_of_a_model_is_traced_completely(tmp_path: Path) -> None:
     path = tmp_path / "run.trace.gz"
     tiers = [HostTier(gib=0.001), DiskTier(tmp_path / "disk", gib=0.001)]
     options = {"kv_cache_gib": 0.001, "max_num_seqs": 2, "kv_tiers": tiers, "speculative": "ngram"}
@@ -248,12 +248,12 @@ def test_a_model_is_traced_from_its_options_to_its_end(tmp_path: Path) -> None:
     assert recording.header["model"]["attention_backend"] == "cpu"
     assert recording.header["config"]["max_num_seqs"] == 2
     assert all(result.times.forward_s > 0 for _, result in recording.replay().steps())
-    *told, beams = outputs(recording).values()
-    assert told == [[list(one.outputs[0].token_ids)] for one in answers]
+    *sampled, beams = outputs(recording).values()
+    assert sampled == [[list(one.outputs[0].token_ids)] for one in answers]
     assert found[0].sequences[0].token_ids[:3] in beams  # with the last one the search ends
 
 
-def test_a_trace_may_end_amid_a_run_and_be_shown_from_a_later_step(tmp_path: Path) -> None:
+def test_trace_steps_limit_the_trace(tmp_path: Path) -> None:
     path = tmp_path / "run.trace"
     engine = make_engine(num_blocks=65)
     trace_engine(engine, path, steps=(3, 6))
@@ -267,13 +267,13 @@ def test_a_trace_may_end_amid_a_run_and_be_shown_from_a_later_step(tmp_path: Pat
     replay.run()
     for request, seq in zip(requests, replay.scheduler.running, strict=True):
         assert seq.output_token_ids == request.sequences[0].output_token_ids[:6]
-    assert "schedule" not in vars(engine.scheduler), "nothing stands before it any more"
+    assert "schedule" not in vars(engine.scheduler), "the hook was not removed"
 
 
-def test_a_trace_begins_with_its_engine(tmp_path: Path) -> None:
+def test_only_a_new_engine_can_be_traced(tmp_path: Path) -> None:
     engine = make_engine()
     add(engine, "a", 0, 3, 2)
-    with pytest.raises(ConfigError, match="has run 0 steps or has requests: give trace where"):
+    with pytest.raises(ConfigError, match="has run 0 steps or has requests: pass trace when"):
         trace_engine(engine, tmp_path / "t")
     run(engine)
     with pytest.raises(ConfigError, match="has run 2 steps"):
@@ -282,7 +282,7 @@ def test_a_trace_begins_with_its_engine(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("num_tokens", [4, 400])
-def test_a_disk_that_takes_no_more_ends_the_trace_and_not_the_run(
+def test_a_full_disk_ends_the_trace_but_not_the_run(
     caplog: pytest.LogCaptureFixture, num_tokens: int
 ) -> None:
     engine = make_engine(num_blocks=129)
@@ -304,20 +304,20 @@ def test_a_disk_that_takes_no_more_ends_the_trace_and_not_the_run(
         ({"trace": "t", "trace_steps": "5"}, "trace_steps must be A:B, got '5'"),
         ({"trace": "t", "trace_steps": "-1:2"}, "trace_steps must be A:B, got '-1:2'"),
         ({"trace": "t", "trace_steps": "2:x"}, "trace_steps must be A:B, got '2:x'"),
-        ({"trace": "t", "trace_steps": "3:3"}, "trace_steps must end behind its beginning"),
+        ({"trace": "t", "trace_steps": "3:3"}, "trace_steps must be A:B with A < B"),
     ],
 )
 def test_steps_to_trace_are_checked(options: dict[str, str], why: str) -> None:
     with pytest.raises(ConfigError, match=why):
         EngineConfig(model="m", **options)
     for text, steps in ((None, (0, None)), ("5:", (5, None)), (":7", (0, 7)), ("5:7", (5, 7))):
-        assert EngineConfig(model="m", trace="t", trace_steps=text).steps_traced() == steps
+        assert EngineConfig(model="m", trace="t", trace_steps=text).traced_steps() == steps
 
 
-def test_a_trace_is_of_one_engine_and_its_directory_is_there() -> None:
-    with pytest.raises(ConfigError, match="a trace is of one engine"):
+def test_traces_of_replicas_and_missing_directories_raise() -> None:
+    with pytest.raises(ConfigError, match="a trace can record only one engine"):
         local_replicas({"model": "m", "device": "cpu", "trace": "t"}, 2)
-    with pytest.raises(ConfigError, match="its directory must be there"):
+    with pytest.raises(ConfigError, match="its directory does not exist"):
         build_engine(EngineConfig(model=str(demo_model_path()), trace="/no/such/place/t"))
 
 
@@ -331,14 +331,14 @@ def lines_of_sample() -> list[bytes]:
 def changed(path: Path, **values: Any) -> int:
     """Writes the sample with other values in a step of five rows; returns the line's number."""
     lines = lines_of_sample()
-    told = [json.loads(line) for line in lines]
-    number = next(i for i, line in enumerate(told) if len(line.get("sampled", ())) == 5)
-    lines[number] = json.dumps({**told[number], **values}).encode() + b"\n"
+    parsed = [json.loads(line) for line in lines]
+    number = next(i for i, line in enumerate(parsed) if len(line.get("sampled", ())) == 5)
+    lines[number] = json.dumps({**parsed[number], **values}).encode() + b"\n"
     path.write_bytes(b"".join(lines))
     return number + 1
 
 
-def test_the_sample_has_it_all() -> None:
+def test_the_sample_has_every_kind_of_event() -> None:
     recording = read_trace(SAMPLE)
     replay = recording.replay()
     seen: set[str] = set()
@@ -353,7 +353,7 @@ def test_the_sample_has_it_all() -> None:
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_a_torn_file_is_read_up_to_where_it_breaks_off(tmp_path: Path, packed: bool) -> None:
+def test_an_incomplete_file_is_read_up_to_its_end(tmp_path: Path, packed: bool) -> None:
     whole = b"".join(lines_of_sample())
     lines = read_trace(SAMPLE).lines
     header = len(whole.splitlines(keepends=True)[0])
@@ -373,17 +373,17 @@ def test_a_torn_file_is_read_up_to_where_it_breaks_off(tmp_path: Path, packed: b
     ("content", "why"),
     [
         (b"", "is empty"),
-        (b"hello\n", "no trace of nanoengine"),
-        (b'{"a": 1}\n', "no trace of nanoengine"),
-        (b"[" * 100_000, "no trace of nanoengine"),
-        (b"\xff\xfe\n", "no trace of nanoengine"),
-        (b'{"trace":"2.0","layout":3}\n', "no trace of nanoengine"),
+        (b"hello\n", "not a nanoengine trace"),
+        (b'{"a": 1}\n', "not a nanoengine trace"),
+        (b"[" * 100_000, "not a nanoengine trace"),
+        (b"\xff\xfe\n", "not a nanoengine trace"),
+        (b'{"trace":"2.0","layout":3}\n', "not a nanoengine trace"),
         (b'{"trace":"3.1","engine":"9.0"}\n', "version 3.1, written by nanoengine 9.0"),
-        (b'{"trace":"1.0","engine":"0.1"}\n', "this one reads version 2.x: read it with that one"),
+        (b'{"trace":"1.0","engine":"0.1"}\n', "reads version 2.x: read it with that nanoengine"),
         (None, "can't be read"),
     ],
 )
-def test_what_is_no_trace_is_refused(tmp_path: Path, content: bytes | None, why: str) -> None:
+def test_files_that_are_not_traces_raise(tmp_path: Path, content: bytes | None, why: str) -> None:
     path = tmp_path / "file"
     if content is None:
         path.mkdir()
@@ -416,11 +416,11 @@ def test_a_damaged_line_is_named(tmp_path: Path, name: str, value: Any) -> None:
         read_trace(path).replay().run()
 
 
-def test_a_chooser_makes_its_four_moves_and_no_other(tmp_path: Path) -> None:
+def test_unknown_moves_of_a_chooser_are_damage(tmp_path: Path) -> None:
     path = tmp_path / "run.trace"
     engine = make_engine()
     trace_engine(engine, path)
-    chosen(engine)
+    ask_chosen(engine)
     run(engine)
     engine.close()
     path.write_text(path.read_text().replace('"drop"', '"__class__"'))
@@ -428,7 +428,7 @@ def test_a_chooser_makes_its_four_moves_and_no_other(tmp_path: Path) -> None:
         read_trace(path).replay().run()
 
 
-def test_a_header_that_no_core_can_be_made_of_is_damaged(tmp_path: Path) -> None:
+def test_an_invalid_header_is_damage(tmp_path: Path) -> None:
     path = tmp_path / "run.trace"
     for name, value in (("layout", {}), ("scheduler", {"admission": "eval"}), ("policy", {"x": 1})):
         header = {**json.loads(lines_of_sample()[0]), name: value}
@@ -437,7 +437,7 @@ def test_a_header_that_no_core_can_be_made_of_is_damaged(tmp_path: Path) -> None
             read_trace(path).replay()
 
 
-def test_two_traces_in_one_file_and_a_step_that_comes_twice(tmp_path: Path) -> None:
+def test_two_traces_in_one_file_and_repeated_steps_are_damage(tmp_path: Path) -> None:
     path, lines = tmp_path / "two.trace", lines_of_sample()
     path.write_bytes(b"".join([*lines[:5], *lines]))
     with pytest.raises(TraceError, match="line 6, is damaged: another trace begins"):
@@ -449,7 +449,7 @@ def test_two_traces_in_one_file_and_a_step_that_comes_twice(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("step", [0, 30])
-def test_a_core_that_plans_otherwise_is_refused_at_the_first_step(
+def test_a_core_that_plans_differently_raises_at_the_first_different_step(
     tmp_path: Path, step: int
 ) -> None:
     path = tmp_path / "run.trace"
@@ -459,7 +459,7 @@ def test_a_core_that_plans_otherwise_is_refused_at_the_first_step(
     lines[0]["engine"] = "0.0.7"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     replay = read_trace(path).replay()
-    why = rf"can't be followed beyond step {step}: .* nanoengine 0\.0\.7, which wrote it\. Read it"
+    why = rf"can't be replayed from step {step} on: .* nanoengine 0\.0\.7, which wrote it\. Read it"
     with pytest.raises(TraceError, match=why):
         replay.run()
     assert replay.scheduler.stats.steps == step + 1

@@ -37,7 +37,7 @@ from nanoengine.observe.viewer.page_data import (
 )
 
 SAMPLE = Path(__file__).parent / "sample.trace.gz"
-MOST_BYTES = 300_000
+MAX_PAGE_BYTES = 300_000
 """Limit on the page's size without its data."""
 UPLOT = {
     "uPlot.iife.min.js": "19c8d4c6ad88929a79f4ae49d6f7161566dfd0ba3d15cc495e974f787eb78f1f",
@@ -105,16 +105,16 @@ class States:
         tables |= {seq.seq_id: (tables[seq.seq_id], len(seq.token_ids)) for seq in self.running}
 
 
-@pytest.mark.parametrize(("most_frames", "first"), [(1000, 0), (75, 0), (1000, 60)])
+@pytest.mark.parametrize(("max_frames", "first"), [(1000, 0), (75, 0), (1000, 60)])
 def test_events_rebuild_references_contents_and_tables(
-    monkeypatch: pytest.MonkeyPatch, most_frames: int, first: int
+    monkeypatch: pytest.MonkeyPatch, max_frames: int, first: int
 ) -> None:
-    monkeypatch.setattr(page_data_module, "MAX_FRAMES", most_frames)
+    monkeypatch.setattr(page_data_module, "MAX_FRAMES", max_frames)
     data = page_data(read_trace(SAMPLE), steps=(first, None))
     seq_of = {index: lane["seq"] for index, lane in enumerate(data.meta["lanes"])}
     replayed, after = Replayed(data), States(read_trace(SAMPLE).replay()).of
-    assert data.meta["stepsPerFrame"] == (3 if most_frames == 75 else 1)
-    assert bool(data.meta["thinned"]) == (most_frames == 75)
+    assert data.meta["stepsPerFrame"] == (3 if max_frames == 75 else 1)
+    assert bool(data.meta["thinned"]) == (max_frames == 75)
     names: dict[int, bytes] = {}
     for frame, step in enumerate(data.columns["step"]):
         replayed.frame(frame)
@@ -130,7 +130,7 @@ def test_events_rebuild_references_contents_and_tables(
         assert data.columns["cached"][frame] == len(contents) - sum(refs[b] > 0 for b in contents)
 
 
-def test_figures_of_a_run_add_up() -> None:
+def test_figures_of_a_run_are_consistent() -> None:
     recording = read_trace(SAMPLE)
     data = page_data(recording)
     columns, steps = data.columns, list(recording.replay().steps())
@@ -147,18 +147,20 @@ def test_figures_of_a_run_add_up() -> None:
         assert all(one[1] < other[0] for one, other in itertools.pairwise(spans)), spans
 
 
-def test_what_is_left_out_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_omitted_data_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(page_data_module, "MAX_LANES", 5)
     monkeypatch.setattr(page_data_module, "MAX_TOKENS", 10)
     monkeypatch.setattr(page_data_module, "MAX_NOTES", 3)
     data = page_data(read_trace(SAMPLE))
-    told = " ".join(data.meta["thinned"])
-    assert "the last 12 have no lane" in told and "are too many" in told and "remarks" in told
+    thinned = " ".join(data.meta["thinned"])
+    assert (
+        "the last 12 of" in thinned and "are too many" in thinned and "notes are omitted" in thinned
+    )
     assert len(data.meta["lanes"]) == 5 and not data.columns["tokens"]
     assert len(data.columns["spansOf"]) == 6
 
 
-def test_steps_that_the_trace_has_not_are_refused() -> None:
+def test_missing_steps_raise() -> None:
     with pytest.raises(TraceError, match="it has steps 0 to 223"):
         page_data(read_trace(SAMPLE), steps=(1000, None))
 
@@ -179,17 +181,17 @@ def unpacked(text: str) -> tuple[dict[str, Any], dict[str, array[int]]]:
     return meta, columns
 
 
-def test_a_page_holds_its_data_and_is_small_beside_it() -> None:
+def test_a_page_contains_its_data_and_little_else() -> None:
     data = page_data(read_trace(SAMPLE), text_of=lambda token_id: f"<{token_id}>", title="a & b")
     text = page(data)
-    beside = len(text.encode()) - len(base64.b64encode(packed(data)))
-    assert 60_000 < beside < MOST_BYTES
+    overhead = len(text.encode()) - len(base64.b64encode(packed(data)))
+    assert 60_000 < overhead < MAX_PAGE_BYTES
     meta, columns = unpacked(text)
     assert columns == data.columns
     assert meta["words"]["974"] == "<974>" and "<title>a &amp; b" in text
 
 
-def test_nothing_of_a_trace_is_html(tmp_path: Path) -> None:
+def test_text_of_a_trace_is_escaped(tmp_path: Path) -> None:
     name = "</script><script>alert(1)</script>"
     lines = gzip.decompress(SAMPLE.read_bytes()).replace(b'"id":"0"', f'"id":"{name}"'.encode())
     path = tmp_path / "x.trace"
@@ -200,7 +202,7 @@ def test_nothing_of_a_trace_is_html(tmp_path: Path) -> None:
     assert "innerHTML" not in (SOURCES / "viewer.js").read_text(encoding="utf-8")
 
 
-def test_only_its_own_scripts_run_and_nothing_is_fetched() -> None:
+def test_the_content_security_policy_allows_only_own_scripts() -> None:
     text = page(page_data(read_trace(SAMPLE)))
     (policy,) = re.findall(r'Content-Security-Policy" content="([^"]*)"', text)
     assert policy.startswith("default-src 'none';") and "unsafe" not in policy
@@ -237,7 +239,7 @@ SIGHT = {
     ],
 }  # fmt: skip
 """Linear RGB for each type of colour vision: Machado, Oliveira and Fernandes 2009, severity 1.0."""
-LEAST_DISTANCE = 9
+MIN_DISTANCE = 9
 """CIE 1976: about four times the just noticeable difference side by side."""
 
 
@@ -255,7 +257,7 @@ def lab(rgb: Any) -> Any:
 
 @pytest.mark.parametrize("theme", [0, 1], ids=["light", "dark"])
 @pytest.mark.parametrize("sight", SIGHT)
-def test_colours_of_lanes_differ_for_all_eyes(theme: int, sight: str) -> None:
+def test_colours_of_lanes_differ_for_all_types_of_colour_vision(theme: int, sight: str) -> None:
     style = (SOURCES / "viewer.css").read_text(encoding="utf-8")
     palette = re.findall(r"--c\d: (#\w{6})", style)[8 * theme : 8 * theme + 8]
     assert len(palette) == 8
@@ -264,13 +266,13 @@ def test_colours_of_lanes_differ_for_all_eyes(theme: int, sight: str) -> None:
         (float(np.linalg.norm(seen[i] - seen[j])), palette[i], palette[j])
         for i, j in itertools.combinations(range(8), 2)
     )
-    assert nearest[0] >= LEAST_DISTANCE, nearest
+    assert nearest[0] >= MIN_DISTANCE, nearest
 
 
 # --- the command ----------------------------------------------------------------------------------
 
 
-def test_the_command_writes_a_page_with_the_words_of_the_model(
+def test_viz_writes_a_page_with_token_texts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from nanoengine.assets import demo_model_path
@@ -293,15 +295,15 @@ TORN = gzip.compress(gzip.decompress(SAMPLE.read_bytes()).partition(b"\n")[0] + 
 @pytest.mark.parametrize(
     ("content", "options", "why"),
     [
-        (b"hello\n", [], "no trace of nanoengine"),
-        (TORN, [], "it has none: nothing has run"),
+        (b"hello\n", [], "not a nanoengine trace"),
+        (TORN, [], "it has no steps"),
         (SAMPLE.read_bytes(), ["--trace-steps", "5"], "trace_steps must be A:B"),
         (SAMPLE.read_bytes(), ["--tokenizer", "/nowhere"], "directory, got '/nowhere'"),
         (None, [], "No such file"),
     ],
     ids=["text", "header alone", "steps", "tokenizer", "missing"],
 )
-def test_bad_input_is_one_line_and_status_2(
+def test_invalid_input_is_a_one_line_error_with_status_2(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     content: bytes | None,
@@ -317,12 +319,12 @@ def test_bad_input_is_one_line_and_status_2(
     assert captured.out == "" and not (tmp_path / "run.html").exists()
 
 
-def test_a_torn_trace_is_shown_up_to_where_it_breaks_off(
+def test_an_incomplete_trace_is_shown_up_to_its_end(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "run.trace"
     path.write_bytes(gzip.decompress(SAMPLE.read_bytes())[:9000])
     assert main(["viz", str(path)]) == 0
-    assert "breaks off" in capsys.readouterr().out
+    assert "file is incomplete" in capsys.readouterr().out
     meta, _ = unpacked((tmp_path / "run.html").read_text(encoding="utf-8"))
-    assert "breaks off" in " ".join(meta["thinned"])
+    assert "file is incomplete" in " ".join(meta["thinned"])

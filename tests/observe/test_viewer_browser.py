@@ -15,7 +15,7 @@ import pytest
 
 from nanoengine.bench.simulator import make_scheduler, simulate
 from nanoengine.bench.workload import WorkItem
-from nanoengine.observe.explain import explained
+from nanoengine.observe.explain import explain_recording
 from nanoengine.observe.trace import Trace
 from nanoengine.observe.trace_reader import read_trace
 from nanoengine.observe.viewer.page import page
@@ -61,8 +61,8 @@ Open = Callable[..., Any]
 @pytest.fixture
 def open_page(browser: Any, html: Path) -> Iterator[Open]:
     """Opens pages; afterwards checks that nothing was logged and nothing else was requested."""
-    said: list[str] = []
-    asked: list[str] = []
+    messages: list[str] = []
+    script: list[str] = []
     contexts, opens = [], set()
 
     def opened(fragment: str = "", file: Path = html, **options: Any) -> Any:
@@ -70,9 +70,9 @@ def open_page(browser: Any, html: Path) -> Iterator[Open]:
         contexts.append(context)
         tab = context.new_page()
         tab.set_default_timeout(20_000)
-        tab.on("console", lambda message: said.append(message.text))
-        tab.on("pageerror", lambda error: said.append(str(error)))
-        tab.on("request", lambda request: asked.append(request.url))
+        tab.on("console", lambda message: messages.append(message.text))
+        tab.on("pageerror", lambda error: messages.append(str(error)))
+        tab.on("request", lambda request: script.append(request.url))
         opens.add(file.as_uri())
         tab.goto(file.as_uri() + fragment)
         tab.wait_for_selector(READY)
@@ -81,8 +81,8 @@ def open_page(browser: Any, html: Path) -> Iterator[Open]:
     yield opened
     for context in contexts:
         context.close()
-    assert said == []
-    assert {url.partition("#")[0] for url in asked} == opens
+    assert messages == []
+    assert {url.partition("#")[0] for url in script} == opens
 
 
 def text(tab: Any, selector: str) -> str:
@@ -114,7 +114,7 @@ def painted(tab: Any, selector: str) -> int:
     )
 
 
-def test_it_loads_and_draws(open_page: Open) -> None:
+def test_the_page_loads_and_draws(open_page: Open) -> None:
     tab = open_page()
     assert "224 steps" in text(tab, "#about") and "35 preemptions" in text(tab, "#about")
     assert "step 0 of 223" in text(tab, "#now")
@@ -124,17 +124,17 @@ def test_it_loads_and_draws(open_page: Open) -> None:
     assert tab.locator("#curves .uplot").count() == 4
 
 
-def test_the_page_folds_as_the_core_does_forwards_and_backwards(open_page: Open) -> None:
+def test_the_state_of_the_page_equals_the_core_forwards_and_backwards(open_page: Open) -> None:
     tab, expected = open_page(), States(read_trace(SAMPLE).replay()).of
     tab.evaluate("viewer.fold.constructor.SPACING = 100")  # so that states are cached and used
-    asked = """(frame) => { const { fold, tablesOf, knownTokens, lanes, wordsOf } = viewer;
+    script = """(frame) => { const { fold, tablesOf, knownTokens, lanes, textOf } = viewer;
         fold.seek(frame);
         return { refs: Array.from(fold.refs), contents: Array.from(fold.content, (c) => c >= 0),
                  lanes: lanes.map((lane, i) => [lane.seq, tablesOf(i, frame),
                                                 knownTokens(i, frame)]) } }"""
     frames = [*range(len(expected)), *range(len(expected) - 1, -1, -7), 100, 5, 220]
     for frame in frames:
-        found = tab.evaluate(asked, frame)
+        found = tab.evaluate(script, frame)
         refs, contents, running = expected[frame]
         assert found["refs"] == refs, frame
         assert found["contents"] == [block in contents for block in range(len(refs))], frame
@@ -145,7 +145,7 @@ def test_the_page_folds_as_the_core_does_forwards_and_backwards(open_page: Open)
             assert (blocks, known) == (held, length), (frame, seq_id)
 
 
-def test_it_plays_to_the_end_and_stops(open_page: Open) -> None:
+def test_playback_stops_at_the_end(open_page: Open) -> None:
     tab = open_page()
     tab.select_option("#speed", "500")
     tab.click("#play")
@@ -155,7 +155,7 @@ def test_it_plays_to_the_end_and_stops(open_page: Open) -> None:
     until(tab, "viewer.state.frame === 223 && !viewer.state.playing")
 
 
-def test_buttons_slider_and_tracks_step(open_page: Open) -> None:
+def test_buttons_slider_and_tracks_select_steps(open_page: Open) -> None:
     tab = open_page()
     tab.click("#forward")
     tab.click("#forward")
@@ -175,40 +175,40 @@ def test_buttons_slider_and_tracks_step(open_page: Open) -> None:
     assert tab.evaluate("viewer.state.view") == [0, 224]
 
 
-def test_hover_and_click_tell_the_life_of_a_block(open_page: Open) -> None:
+def test_hover_and_click_show_the_history_of_a_block(open_page: Open) -> None:
     tab = open_page("#step=128")
     box, cell = tab.locator("#pool canvas").bounding_box(), tab.evaluate("viewer.pool.cell")
     at = box["x"] + 3.5 * cell, box["y"] + 0.5 * cell
     tab.mouse.move(*at)
     tab.wait_for_selector("#tip:not([hidden])")
     assert "Block 3: in use by requests" in text(tab, "#tip")
-    assert "step 0: taken by request 0, entry 2 of its table" in tab.evaluate(
-        "viewer.lifeOf(3).map(([frame, words]) => `step ${frame}: ${words}`)"
+    assert "step 0: allocated by request 0, entry 2 of its table" in tab.evaluate(
+        "viewer.blockHistory(3).map(([frame, text]) => `step ${frame}: ${text}`)"
     )
     tab.mouse.click(*at)
-    assert "Block 3" in text(tab, "#chosen") and "Its whole life" in text(tab, "#chosen")
+    assert "Block 3" in text(tab, "#chosen") and "History of the block" in text(tab, "#chosen")
     entries = tab.locator("#chosen .life li").count()
     assert entries > 20
     tab.locator("#chosen .go").first.click()
     assert current(tab) == 0
 
 
-def test_hover_and_click_tell_the_story_of_a_request(open_page: Open) -> None:
+def test_hover_and_click_show_the_history_of_a_request(open_page: Open) -> None:
     tab = open_page("#step=60")
     box = tab.locator("#lanes").bounding_box()
     at = box["x"] + 200, box["y"] + 9 + 4 * 18  # the fifth lane
     tab.mouse.move(*at)
     tab.wait_for_selector("#tip:not([hidden])")
-    told = text(tab, "#tip")
-    assert "arrived at" in told and "preempted with" in told
+    lines = text(tab, "#tip")
+    assert "arrived at" in lines and "preempted with" in lines
     tab.mouse.click(*at)
     chosen = text(tab, "#chosen")
-    assert "Its story" in chosen and "Block table" in chosen and "ended" in chosen
-    told = explained(read_trace(SAMPLE)).request_lines("4")
-    found = tab.evaluate("viewer.storyOf(4).map(([, words]) => words)")
-    assert found == [re.sub(r"^step \d+: ", "", line) for line in told]
+    assert "History of the request" in chosen and "Block table" in chosen and "finished" in chosen
+    lines = explain_recording(read_trace(SAMPLE)).request_lines("4")
+    found = tab.evaluate("viewer.requestHistory(4).map(([, text]) => text)")
+    assert found == [re.sub(r"^step \d+: ", "", line) for line in lines]
     tab.keyboard.press("Escape")
-    assert "Choose a request" in text(tab, "#chosen")
+    assert "Select a request" in text(tab, "#chosen")
     assert "Waiting:" in text(tab, "#chosen")  # the highlights of the run
 
 
@@ -234,7 +234,7 @@ def test_search_finds_requests_prompts_blocks_and_steps(open_page: Open) -> None
     assert "nothing found" in text(tab, "#found")
 
 
-def test_blocks_that_a_run_never_uses_are_not_drawn(open_page: Open, tmp_path: Path) -> None:
+def test_unused_blocks_are_not_drawn(open_page: Open, tmp_path: Path) -> None:
     shapes = []
     for num_blocks in (101, 100_001):
         trace = tmp_path / f"{num_blocks}.trace"
@@ -251,7 +251,7 @@ def test_blocks_that_a_run_never_uses_are_not_drawn(open_page: Open, tmp_path: P
     assert "100,000 blocks of" in text(tab, "#about")
 
 
-def test_a_link_leads_to_a_step(open_page: Open) -> None:
+def test_a_link_selects_a_step(open_page: Open) -> None:
     tab = open_page("#step=77&sequence=5&block=4")
     assert current(tab) == 77 and "Block 4" in text(tab, "#chosen")
     tab.evaluate("viewer.setFrame(90)")
@@ -260,7 +260,7 @@ def test_a_link_leads_to_a_step(open_page: Open) -> None:
         assert 0 <= current(open_page(nonsense)) <= 223
 
 
-def test_the_keyboard_alone_is_enough(open_page: Open) -> None:
+def test_the_page_can_be_used_with_the_keyboard_alone(open_page: Open) -> None:
     tab = open_page()
     tab.keyboard.press("ArrowRight")
     tab.keyboard.press("Shift+ArrowRight")
@@ -273,7 +273,7 @@ def test_the_keyboard_alone_is_enough(open_page: Open) -> None:
     tab.keyboard.press(" ")
     assert tab.evaluate("viewer.state.playing") is False
     tab.keyboard.press("?")
-    assert "play and stop" in text(tab, "#keys")
+    assert "play or stop" in text(tab, "#keys")
     tab.keyboard.press("Escape")
     reached = set()
     for _ in range(40):
@@ -294,7 +294,7 @@ def test_the_keyboard_alone_is_enough(open_page: Open) -> None:
     assert tab.evaluate("document.activeElement.id") == "chosen"
 
 
-def test_it_fits_a_phone(open_page: Open) -> None:
+def test_the_page_fits_a_phone(open_page: Open) -> None:
     tab = open_page("#step=60", viewport={"width": 390, "height": 844}, has_touch=True,
                     is_mobile=True, device_scale_factor=2)  # fmt: skip
     assert tab.evaluate("document.documentElement.scrollWidth") <= 390
@@ -314,7 +314,7 @@ def test_dark_and_light_follow_the_system(open_page: Open) -> None:
     assert dark == "rgb(15, 18, 23)"
 
 
-def test_a_prompt_and_a_name_are_text_and_never_html(open_page: Open) -> None:
+def test_prompts_and_names_are_never_parsed_as_html(open_page: Open) -> None:
     tab = open_page("#step=30&sequence=3")
     assert EVIL in text(tab, "#chosen")
     assert text(tab, "#chosen .text").startswith(EVIL)

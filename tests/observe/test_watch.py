@@ -19,7 +19,7 @@ from nanoengine.settings.params import SamplingParams
 from tests.support.fake_executor import make_engine, run
 
 
-def test_it_draws_pool_lanes_and_who_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_watch_draws_the_pool_lanes_and_waiting_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watch, "REFRESH_S", 0.0)
     drawn = io.StringIO()
     console = Console(file=drawn, force_terminal=True, width=100, height=12, color_system=None)
@@ -32,16 +32,16 @@ def test_it_draws_pool_lanes_and_who_waits(monkeypatch: pytest.MonkeyPatch) -> N
     run(engine)
     engine.close()
     text = drawn.getvalue()
-    assert "step 0: [red]title" in text, "no markup is read out of a text"
+    assert "step 0: [red]title" in text, "the title was parsed as markup"
     assert "0████············" in text
     assert "· 12 empty   ▒ 0 cached   █ 4 active" in text
     assert "request a" in text and "prompt 6 of 6, output 1 of 8, 2 blocks" in text
-    assert "waiting 1: sequence 2 first, for want of a row" in text
+    assert "waiting 1: sequence 2 first, because max_num_seqs" in text
     assert "request [bold]c" in text
-    assert "▒" in text, "what the first two leave behind is cached"
+    assert "▒" in text, "blocks of the first two requests are cached"
 
 
-def test_a_large_pool_is_thinned_and_a_long_list_cut() -> None:
+def test_a_large_pool_and_a_long_list_are_shortened() -> None:
     drawn = io.StringIO()
     console = Console(file=drawn, force_terminal=True, width=100, height=10, color_system=None)
     engine = make_engine(num_blocks=1601, block_size=4, max_num_seqs=30)
@@ -58,7 +58,7 @@ def test_a_large_pool_is_thinned_and_a_long_list_cut() -> None:
 
 
 @pytest.mark.parametrize("command", ["generate", "batch"])
-def test_it_is_refused_without_a_terminal(
+def test_watch_without_a_terminal_raises(
     command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source = tmp_path / "rows.txt"

@@ -32,7 +32,9 @@ def ranks() -> list[Collectives]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
-def test_sums_joins_and_the_least_number(ranks: list[Collectives], dtype: torch.dtype) -> None:
+def test_all_reduce_all_gather_and_the_minimum(
+    ranks: list[Collectives], dtype: torch.dtype
+) -> None:
     parts = [torch.arange(6, dtype=dtype).view(2, 3) + 10 * rank for rank in range(2)]
     with ThreadPoolExecutor(2) as pool:
         joined = list(pool.map(Collectives.all_gather, ranks, parts))
@@ -45,14 +47,14 @@ def test_sums_joins_and_the_least_number(ranks: list[Collectives], dtype: torch.
 
 
 @dataclass(frozen=True)
-class Poorer(Collectives):
-    """Simulates a rank that has memory for only 17 blocks."""
+class SmallerRank(Collectives):
+    """Simulates a rank with memory for 17 blocks."""
 
     def least(self, number: int) -> int:
         return min(number, 17)
 
 
-def test_all_ranks_take_as_many_blocks_as_the_poorest_has() -> None:
+def test_all_ranks_use_the_smallest_number_of_blocks() -> None:
     directory = checkpoint("llama")
     config = EngineConfig(model=directory, kv_cache_gib=0.02)
     options = RunnerOptions(
@@ -63,6 +65,6 @@ def test_all_ranks_take_as_many_blocks_as_the_poorest_has() -> None:
         dtype=torch.float64,
         backend="naive",
     )
-    runner = ModelRunner(options, Poorer())
+    runner = ModelRunner(options, SmallerRank())
     assert runner.start().num_blocks == runner.memory.layout.num_blocks == 17
     assert runner.memory.max_model_len == 16 * runner.block_size

@@ -58,7 +58,7 @@ RESULT = StepResult(
 
 
 @pytest.mark.parametrize("message", [PLAN, RESULT], ids=["plan", "result"])
-def test_every_field_comes_back(message: Any) -> None:
+def test_every_field_survives_the_round_trip(message: Any) -> None:
     fresh = type(message)(**({"step": 0} if message is PLAN else {"token_ids": []}))
     fields = [field.name for field in dataclasses.fields(message)]
     same = [name for name in fields if getattr(message, name) == getattr(fresh, name)]
@@ -74,7 +74,7 @@ def test_every_field_comes_back(message: Any) -> None:
     assert shared, "parameters of many sequences are sent once"
 
 
-def test_a_step_of_decodes_is_a_few_bytes_a_row() -> None:
+def test_a_step_of_decodes_takes_a_few_bytes_per_row() -> None:
     rows = range(256)
     plan = StepPlan(
         step=5,

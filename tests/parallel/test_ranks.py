@@ -84,7 +84,7 @@ FAMILY = pytest.mark.guards(
 
 
 @pytest.mark.parametrize("case", PROCESSES)
-def test_two_ranks_give_the_tokens_of_one(case: str) -> None:
+def test_two_ranks_generate_the_tokens_of_one(case: str) -> None:
     check(case)
 
 
@@ -97,7 +97,7 @@ def test_two_ranks_give_the_tokens_of_one(case: str) -> None:
         if case not in PROCESSES
     ],
 )
-def test_two_ranks_of_any_family_give_the_tokens_of_one(case: str) -> None:
+def test_two_ranks_generate_the_tokens_of_one_for_any_family(case: str) -> None:
     check(case)
 
 
@@ -132,7 +132,7 @@ def check(case: str) -> None:
 
 
 @pytest.mark.usefixtures("thread_ranks")
-def test_each_rank_has_grammars_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_rank_compiles_its_own_grammars(monkeypatch: pytest.MonkeyPatch) -> None:
     """The grammar allows even tokens and may end anywhere; other prompts have no grammar."""
     monkeypatch.setattr(structured, "_library", even_text)
     prompts, _ = work()
@@ -151,7 +151,7 @@ def test_each_rank_has_grammars_of_its_own(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.extra
-def test_a_grammar_on_two_ranks_gives_the_tokens_of_one() -> None:
+def test_a_grammar_on_two_ranks_generates_the_tokens_of_one() -> None:
     """Runs on two processes; each compiles the grammar itself."""
     pytest.importorskip("llguidance", reason="see the extra `structured`")
     prompts = random_prompts(5, [1, 9, 20], vocab_size=VOCAB_SIZE)
@@ -181,7 +181,7 @@ def test_a_grammar_on_two_ranks_gives_the_tokens_of_one() -> None:
 
 
 @pytest.mark.usefixtures("thread_ranks")
-def test_two_ranks_share_experts_in_mxfp4(tmp_path: Path) -> None:
+def test_two_ranks_shard_mxfp4_experts(tmp_path: Path) -> None:
     make_mxfp4(tmp_path)
     one, two = (make_engine(str(tmp_path), tensor_parallel_size=n, **SMALL) for n in (1, 2))
     prompts, params = random_prompts(3, [1, 7, 16]), greedy(12)
@@ -189,7 +189,7 @@ def test_two_ranks_share_experts_in_mxfp4(tmp_path: Path) -> None:
     two.close()
 
 
-def test_ranks_that_would_cut_a_scale_in_two_are_refused(tmp_path: Path) -> None:
+def test_ranks_that_would_split_a_quantization_group_raise(tmp_path: Path) -> None:
     make_mxfp4(tmp_path, intermediate_size=96)
-    with pytest.raises(ConfigError, match="a rank's part of 48 cuts through them"):
+    with pytest.raises(ConfigError, match="a rank's part of 48 is not a multiple of 32"):
         make_engine(str(tmp_path), tensor_parallel_size=2, **SMALL)

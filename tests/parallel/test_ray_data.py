@@ -29,7 +29,7 @@ __all__ = ["make_llm_fixture"]
 
 @pytest.fixture(name="ray")
 def ray_fixture() -> Iterator[Any]:
-    """Starts Ray on two cores; a starved machine may need several tries."""
+    """Starts Ray on two cores; a busy machine may need several tries."""
     ray = pytest.importorskip("ray", reason="ray is not installed: pip install 'nanoengine[ray]'")
     pytest.importorskip("ray.data")
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
@@ -58,7 +58,7 @@ def rows() -> list[dict[str, Any]]:
     ]
 
 
-def kill_one(killed: list[int]) -> None:
+def kill_an_actor(killed: list[int]) -> None:
     """Kills an actor that is processing rows."""
     until = time.monotonic() + 300
     while time.monotonic() < until:
@@ -77,9 +77,9 @@ def kill_one(killed: list[int]) -> None:
 
 
 @pytest.mark.ray
-def test_two_actors_one_killed_give_the_rows_of_one_process(ray: Any) -> None:
+def test_two_actors_one_killed_produce_the_rows_of_one_process(ray: Any) -> None:
     killed: list[int] = []
-    thread = threading.Thread(target=kill_one, args=(killed,), daemon=True)
+    thread = threading.Thread(target=kill_an_actor, args=(killed,), daemon=True)
     thread.start()
     options = {"model": str(demo_model_path()), "device": "cpu", "max_num_seqs": 8}
     found = (
@@ -128,11 +128,13 @@ def call(generate: Generate, *batches: Any) -> list[Any]:
 @pytest.fixture(name="runs")
 def runs_fixture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path = tmp_path / "actor.runs"
-    monkeypatch.setattr("nanoengine.parallel.ray_data._beside", lambda: path)
+    monkeypatch.setattr("nanoengine.parallel.ray_data._attempts_path", lambda: path)
     return path
 
 
-def test_batches_come_back_whole_in_order_with_their_columns(make_llm: MakeLLM, runs: Path) -> None:
+def test_batches_are_returned_complete_in_order_with_their_columns(
+    make_llm: MakeLLM, runs: Path
+) -> None:
     make_llm(ANSWERS, tokenizer=byte_level()).close()
     generate = Generate("scripted", LONG)
     one = {
@@ -150,10 +152,10 @@ def test_batches_come_back_whole_in_order_with_their_columns(make_llm: MakeLLM, 
         "token_ids": second["outputs"][0][0]["token_ids"],
         "finish_reason": "stop",
     }
-    assert not runs.exists(), "nothing is left of a batch that is answered"
+    assert not runs.exists(), "the file is removed after the batch"
 
 
-def test_a_row_is_given_up_at_its_third_death_and_its_neighbours_run(
+def test_a_row_is_an_error_after_its_third_crash_and_others_run(
     make_llm: MakeLLM, runs: Path
 ) -> None:
     for keys in (("a", "b", "c"), ("b", "c"), ("c",)):
@@ -161,7 +163,7 @@ def test_a_row_is_given_up_at_its_third_death_and_its_neighbours_run(
         for key in keys:
             attempts.begin(key)
         if len(keys) == 1:
-            assert attempts.deaths == {"a": 1, "b": 2, "c": 2}
+            assert attempts.crashes == {"a": 1, "b": 2, "c": 2}
     make_llm(ANSWERS, tokenizer=byte_level()).close()
     generate = Generate("scripted", LONG, key_column="id")
     batch = {
@@ -174,13 +176,13 @@ def test_a_row_is_given_up_at_its_third_death_and_its_neighbours_run(
     assert not runs.exists()
 
 
-def test_a_torn_line_does_not_keep_an_actor_from_starting(runs: Path) -> None:
+def test_an_actor_starts_despite_an_incomplete_line(runs: Path) -> None:
     runs.write_bytes(b'["run", 1]\n["begin", "a"]\n["begin", "b\n["run", 2]\n')
-    assert Attempts(runs).deaths == {"a": 1}
+    assert Attempts(runs).crashes == {"a": 1}
 
 
 @pytest.mark.extra
-def test_columns_of_the_same_names_are_replaced(make_llm: MakeLLM, runs: Path) -> None:
+def test_existing_columns_with_the_same_names_are_replaced(make_llm: MakeLLM, runs: Path) -> None:
     """Regression: a table had two columns with the same name."""
     pyarrow = pytest.importorskip("pyarrow")
     make_llm(ANSWERS, tokenizer=byte_level()).close()
@@ -191,15 +193,15 @@ def test_columns_of_the_same_names_are_replaced(make_llm: MakeLLM, runs: Path) -
     assert found["outputs"].to_pylist()[0][0]["text"] == ANSWERS["one"]
 
 
-def test_rows_that_ended_before_a_death_are_not_blamed(runs: Path) -> None:
+def test_rows_that_ended_before_a_crash_are_not_counted(runs: Path) -> None:
     attempts = Attempts(runs)
     attempts.begin("a")
     attempts.begin("b")
     attempts.end("a")
-    assert Attempts(runs).deaths == {"b": 1}
+    assert Attempts(runs).crashes == {"b": 1}
 
 
-def test_keys_follow_from_the_rows(make_llm: MakeLLM, runs: Path) -> None:
+def test_keys_are_derived_from_the_rows(make_llm: MakeLLM, runs: Path) -> None:
     make_llm(ANSWERS, tokenizer=byte_level()).close()
     generate = Generate("scripted", SamplingParams(max_tokens=4))
     assert generate._key({"a": 1, "b": 2}) == generate._key({"b": 2, "a": 1})

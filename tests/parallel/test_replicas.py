@@ -1,4 +1,4 @@
-"""Replicas: every row is answered once, as in one process, whichever process dies."""
+"""Replicas: every row finishes once, as in one process, whichever process crashes."""
 
 from __future__ import annotations
 
@@ -107,23 +107,23 @@ def killer(engines: Replicas, records: dict[int, Any], moments: list[int]) -> th
 
 @pytest.mark.usefixtures("scripted")
 @pytest.mark.filterwarnings("ignore:replica")
-def test_rows_of_a_killed_replica_are_answered_once() -> None:
+def test_rows_of_a_killed_replica_finish_once() -> None:
     prompts = [f"p{i}" for i in range(2000)]
     work, records = make_work(prompts)
     with local_replicas(OPTIONS, 2) as engines:
         before = pids(engines)
         thread = killer(engines, records, [50, 700, 1200])
-        engines.answer(work, len(prompts))
+        engines.run(work, len(prompts))
         thread.join()
-        assert not set(before) & set(pids(engines)), "each was started again"
-        assert engines.stats().output_tokens >= 1900, "those of dead processes are counted too"
+        assert not set(before) & set(pids(engines)), "all were restarted"
+        assert engines.stats().output_tokens >= 1900, "tokens of crashed processes are counted too"
     assert records == expected(prompts)
     assert work.counts.answered == 2000
     assert all(map(is_gone, pids(engines)))
 
 
 @pytest.mark.usefixtures("scripted")
-def test_replicas_wait_for_rows_that_are_not_there_yet() -> None:
+def test_replicas_wait_for_rows_that_arrive_later() -> None:
     prompts = [f"p{i}" for i in range(60)]
     work, records = make_work(prompts)
     tasks, given, late = work._tasks, itertools.count(), []
@@ -132,7 +132,7 @@ def test_replicas_wait_for_rows_that_are_not_there_yet() -> None:
         for task in tasks:
             while next(given) % 3:
                 yield PAUSE
-            if task.row == 40:  # nothing runs any more, and a consumer waits for the answers
+            if task.row == 40:  # no row runs, and a consumer waits for outputs
                 while len(records) < 40:
                     yield PAUSE
                 late.append(len(records))
@@ -140,7 +140,7 @@ def test_replicas_wait_for_rows_that_are_not_there_yet() -> None:
 
     work._tasks = slowly()
     with local_replicas(OPTIONS, 2) as engines:
-        engines.answer(work)
+        engines.run(work)
     assert records == expected(prompts)
     assert late == [40]
 
@@ -148,84 +148,86 @@ def test_replicas_wait_for_rows_that_are_not_there_yet() -> None:
 @pytest.mark.usefixtures("scripted")
 @pytest.mark.filterwarnings("ignore:replica")
 @pytest.mark.parametrize("bad", ["die", "raise"])
-def test_the_third_death_of_a_row_makes_it_poison_and_no_other(bad: str) -> None:
+def test_the_third_crash_makes_only_its_row_poison(bad: str) -> None:
     prompts = [f"p{i}" for i in range(120)]
     prompts[17] = bad
     work, records = make_work(prompts)
     with local_replicas(OPTIONS, 2) as engines:
         before = pids(engines)
-        engines.answer(work)
+        engines.run(work)
         same = [old == new for old, new in zip(before, pids(engines), strict=True)]
     assert records == {**expected(prompts), 17: "poison"}
     assert (work.counts.answered, work.counts.failed) == (119, 1)
     assert all(same) if bad == "raise" else not all(same)
 
 
-@pytest.fixture(name="told")
-def told_fixture(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+@pytest.fixture(name="messages")
+def messages_fixture(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Limits the silence check to stopped replicas, after 0.06 s; yields the list of warnings."""
-    look, told = Replica.look, []
+    check, messages = Replica.check_silence, []
 
-    def look_at_stopped(self: Replica, silent_s: float) -> None:
+    def check_if_stopped(self: Replica, timeout_s: float) -> None:
         with contextlib.suppress(psutil.NoSuchProcess):
             if psutil.Process(self.pid).status() == psutil.STATUS_STOPPED:
-                look(self, silent_s)
+                check(self, timeout_s)
 
-    monkeypatch.setattr(Replica, "look", look_at_stopped)
-    monkeypatch.setattr(replicas, "SILENT_S", 0.06)
+    monkeypatch.setattr(Replica, "check_silence", check_if_stopped)
+    monkeypatch.setattr(replicas, "REPLICA_TIMEOUT_S", 0.06)
     with warnings.catch_warnings():
         warnings.simplefilter("always")
-        monkeypatch.setattr(warnings, "showwarning", lambda message, *_, **__: told.append(message))
-        yield told
+        monkeypatch.setattr(
+            warnings, "showwarning", lambda message, *_, **__: messages.append(message)
+        )
+        yield messages
 
 
 @pytest.mark.usefixtures("scripted")
-def test_a_replica_that_hangs_is_killed_and_its_rows_go_to_others(told: list[Any]) -> None:
-    """Regression: the job waited for it."""
+def test_a_hanging_replica_is_killed_and_its_rows_run_elsewhere(messages: list[Any]) -> None:
+    """Regression: the job waited for the hanging replica."""
     prompts = [f"p{i}" for i in range(400)]
     work, records = make_work(prompts)
     with local_replicas(OPTIONS, 2) as engines:
         hung = pids(engines)[1]
         os.kill(hung, signal.SIGSTOP)
-        engines.answer(work)
+        engines.run(work)
         assert hung not in pids(engines) and is_gone(hung)
     assert records == expected(prompts)
-    assert f"(pid {hung}) has said nothing for 0.01 s" in str(told[0])
-    assert f"(pid {hung}) was killed: it had said nothing for 0.06 s" in str(told[1])
-    assert len(told) == 2
+    assert f"(pid {hung}) has sent nothing for 0.01 s" in str(messages[0])
+    assert f"(pid {hung}) was killed: it had sent nothing for 0.06 s" in str(messages[1])
+    assert len(messages) == 2
 
 
 @pytest.mark.usefixtures("scripted")
-def test_a_row_that_hangs_two_replicas_is_an_error(told: list[Any]) -> None:
+def test_a_row_that_makes_two_replicas_hang_is_an_error(messages: list[Any]) -> None:
     prompts = [f"p{i}" for i in range(120)]
     prompts[17] = "hang"
     work, records = make_work(prompts)
     with local_replicas(OPTIONS, 2) as engines:
-        engines.answer(work)
+        engines.run(work)
     assert records == {**expected(prompts), 17: "poison"}
-    assert sum("was killed" in str(one) for one in told) == 2
+    assert sum("was killed" in str(one) for one in messages) == 2
 
 
 @pytest.mark.usefixtures("scripted")
 @pytest.mark.filterwarnings("ignore:replica")
-@pytest.mark.parametrize("num_deaths", [2, 3])
-def test_a_replica_may_die_twice_while_it_starts_again(num_deaths: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_crashes", [2, 3])
+def test_a_replica_may_crash_twice_during_its_restart(num_crashes: int, tmp_path: Path) -> None:
     prompts = [f"p{i}" for i in range(60)]
     work, records = make_work(prompts)
     deaths = tmp_path / "deaths"
     deaths.touch()
     with local_replicas({**OPTIONS, "tokenizer": f"DIE_AT_START={deaths}"}, 2) as engines:
-        deaths.write_text("dies\n" * num_deaths)
+        deaths.write_text("dies\n" * num_crashes)
         os.kill(pids(engines)[0], signal.SIGKILL)
-        engines.answer(work)
-        assert [replica.is_lost for replica in engines._replicas] == [num_deaths == 3, False]
+        engines.run(work)
+        assert [replica.is_lost for replica in engines._replicas] == [num_crashes == 3, False]
         assert records == expected(prompts)
         assert not deaths.read_text()
-        if num_deaths == 3:  # the job ends only when no replica is left
+        if num_crashes == 3:  # the job ends only when all replicas are lost
             deaths.write_text("dies\n" * 3)
             os.kill(pids(engines)[1], signal.SIGKILL)
-            with pytest.raises(EngineDeadError, match="no replica is left"):
-                engines.answer(make_work(prompts)[0])
+            with pytest.raises(EngineDeadError, match="all replicas are lost"):
+                engines.run(make_work(prompts)[0])
 
 
 @pytest.mark.usefixtures("scripted")
@@ -241,28 +243,28 @@ def test_an_error_of_the_job_ends_all_replicas() -> None:
     work._finish = full
     with local_replicas(OPTIONS, 2) as engines:
         with pytest.raises(TooManyErrorsError, match="enough"):
-            engines.answer(work)
+            engines.run(work)
         assert len(records) < 500
         wait_until(lambda: all(map(is_gone, pids(engines))))
 
 
 @pytest.mark.usefixtures("scripted")
-def test_few_rows_are_shared_evenly() -> None:
+def test_few_rows_are_distributed_evenly() -> None:
     work, records = make_work([f"p{i}" for i in range(10)])
     with local_replicas(OPTIONS, 2) as engines:
-        engines.answer(work, 10)
+        engines.run(work, 10)
         tokens = [replica.stats.output_tokens for replica in engines._replicas if replica.stats]
     assert len(records) == 10
-    assert max(tokens) <= 9, "one replica could have taken all in"
+    assert max(tokens) <= 9, "one replica could have run all"
 
 
 @pytest.mark.usefixtures("scripted")
-def test_what_a_replica_refuses_is_raised_as_it_is() -> None:
+def test_an_error_of_a_replicas_start_is_raised_unchanged() -> None:
     with pytest.raises(ConfigError, match="the script refuses"):
         local_replicas({**OPTIONS, "tokenizer": "refuse"}, 2)
 
 
-def test_a_replica_that_dies_while_it_loads_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_crash_while_loading_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker, "PROGRAM", "import os; os.abort()")
     with pytest.raises(EngineDeadError, match="killed by SIGABRT while it started"):
         local_replicas(OPTIONS, 1)
@@ -279,7 +281,7 @@ replicas.REPLICA = scripted_replica.__name__
 engines = replicas.local_replicas(OPTIONS, 2)
 print(*pids(engines), flush=True)
 endless = (f"p{i}" for i in range(10**9))
-engines.answer(make_work(endless)[0])
+engines.run(make_work(endless)[0])
 """
 
 
@@ -298,7 +300,7 @@ def test_no_replica_outlives_a_parent_that_is_killed() -> None:
 # --- placement ------------------------------------------------------------------------------------
 
 
-def test_cores_are_shared_and_those_that_are_not_there_refused(
+def test_cores_are_distributed_and_missing_cores_raise(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2, 3, 6, 7})
@@ -315,44 +317,44 @@ def test_cores_are_shared_and_those_that_are_not_there_refused(
         replicas._on_cores(2, 4)
 
 
-def test_each_replica_has_gpus_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_replica_has_its_own_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replicas, "Worker", lambda _, environment: environment)
     launches = replicas._on_gpus(["4", "5", "GPU-a", "GPU-b"], 2, ranks=2)
     assert [launch() for launch in launches] == [
         {"CUDA_VISIBLE_DEVICES": "4,5"},
         {"CUDA_VISIBLE_DEVICES": "GPU-a,GPU-b"},
     ]
-    with pytest.raises(ConfigError, match="need a GPU, one each, and this machine has 2"):
+    with pytest.raises(ConfigError, match="3 replicas need 3 GPUs, and this machine has 2"):
         replicas._on_gpus(["0", "1"], 3, ranks=1)
     monkeypatch.setattr(replicas, "_gpus", lambda config: ["0", "1"])
-    with pytest.raises(ConfigError, match="--threads is for replicas on a CPU"):
+    with pytest.raises(ConfigError, match="--threads is only for replicas on a CPU"):
         local_replicas({**OPTIONS, "device": "cuda"}, 2, threads=1)
-    with pytest.raises(ConfigError, match="say --device cuda, got 'cuda:1'"):
+    with pytest.raises(ConfigError, match="set --device cuda, got 'cuda:1'"):
         local_replicas({**OPTIONS, "device": "cuda:1"}, 2)
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "error"),
     [
         (["--replicas", "0"], "replicas must be at least 1"),
         (["--threads", "2"], "give --replicas"),
         (["--replica-timeout", "0"], "--replica-timeout must be above 0 and at most 86,400"),
     ],
 )
-def test_the_command_line_refuses(
-    options: list[str], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_invalid_command_lines_raise(
+    options: list[str], error: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source = tmp_path / "in.txt"
     source.write_text("the\n")
     code = cli.main(["batch", "demo", str(source), "--output", str(tmp_path / "o"), *options])
     assert code == 2
-    assert told in capsys.readouterr().err
+    assert error in capsys.readouterr().err
 
 
 # --- with a model ---------------------------------------------------------------------------------
 
 
-def test_two_replicas_one_killed_give_the_records_of_one_process(tmp_path: Path) -> None:
+def test_two_replicas_one_killed_write_the_records_of_one_process(tmp_path: Path) -> None:
     model, source = tmp_path / "model", tmp_path / "in.jsonl"
     model.mkdir()
     make_checkpoint(model, "llama", vocab_size=len(byte_level().backend))
@@ -388,13 +390,13 @@ def test_two_replicas_one_killed_give_the_records_of_one_process(tmp_path: Path)
     assert len(one.read_bytes().splitlines()) == 300
 
 
-def test_a_batch_with_ranks_is_a_replica_so_that_they_start_again(monkeypatch: Any) -> None:
+def test_a_batch_with_tensor_parallelism_runs_in_a_replica(monkeypatch: Any) -> None:
     from nanoengine.cli import batch
 
-    asked: list[tuple[object, ...]] = []
+    calls: list[tuple[object, ...]] = []
     engines = SimpleNamespace()
-    monkeypatch.setattr(replicas, "local_replicas", lambda *given: asked.append(given) or engines)
+    monkeypatch.setattr(replicas, "local_replicas", lambda *args: calls.append(args) or engines)
     args = batch.BatchArgs(model="demo", inputs=("in",), output="out", tensor_parallel_size=2)
     assert batch._engines(args, {"model": "demo"}) is engines
-    assert asked == [({"model": "demo"}, 1, None)]
-    assert engines.silent_s == replicas.SILENT_S
+    assert calls == [({"model": "demo"}, 1, None)]
+    assert engines.timeout_s == replicas.REPLICA_TIMEOUT_S

@@ -1,4 +1,4 @@
-"""settings/cores.py: the number of usable cores, and that torch and the kernels follow it."""
+"""settings/cores.py: the number of usable cores, which limits the threads of torch and kernels."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nanoengine.runner.options import NUMBERS, use_allowed_cores
+from nanoengine.runner.options import THREAD_VARIABLES, use_allowed_cores
 from nanoengine.settings import cores
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -45,7 +45,7 @@ def system(tmp_path: Path, groups: str, mounts: str, **files: str) -> Path:
         ("/../other", "/", {"cpu.max": "200000 100000\n"}, 2),
     ],
 )
-def test_the_quota_of_version_2_is_the_least_up_to_the_root(tmp_path, group, top, limits, quota):
+def test_the_quota_of_cgroup_v2_is_the_minimum_up_to_the_root(tmp_path, group, top, limits, quota):
     root = system(tmp_path, f"0::{group}\n", V2.format(top=top), **limits)
     assert cores.cpu_quota(root) == quota
 
@@ -53,7 +53,7 @@ def test_the_quota_of_version_2_is_the_least_up_to_the_root(tmp_path, group, top
 @pytest.mark.parametrize(
     ("quota", "expected"), [("-1\n", math.inf), ("250000\n", 2.5), ("1000000\n", 10)]
 )
-def test_the_quota_of_version_1_is_that_of_its_cpu_controller(tmp_path, quota, expected):
+def test_the_quota_of_cgroup_v1_comes_from_the_cpu_controller(tmp_path, quota, expected):
     groups = "5:memory:/m\n4:cpu,cpuacct:/a:b/c\n1:name=systemd:/\n0::/\n"
     files = {
         "cpu time/a:b/c/cpu.cfs_quota_us": quota,
@@ -68,9 +68,9 @@ def test_the_quota_of_version_1_is_that_of_its_cpu_controller(tmp_path, quota, e
 
 
 @pytest.mark.parametrize("text", ["", "100000", "much 100000", "100000 0", "1 2 3"])
-def test_a_quota_that_cannot_be_read_is_told_and_limits_nothing(tmp_path, text):
+def test_an_invalid_quota_warns_and_limits_nothing(tmp_path, text):
     root = system(tmp_path, "0::/\n", V2.format(top="/"), **{"cpu.max": text})
-    with pytest.warns(RuntimeWarning, match="cpu.max: '.*' is no quota; all cores are used"):
+    with pytest.warns(RuntimeWarning, match="cpu.max: '.*' is not a CPU quota; all cores are used"):
         assert cores.cpu_quota(root) == math.inf
 
 
@@ -89,7 +89,9 @@ def test_a_system_without_control_groups_has_no_quota(tmp_path):
         ("max 100000", 3, 3),
     ],
 )
-def test_allowed_is_the_least_and_at_least_one(tmp_path, monkeypatch, limit, affinity, allowed):
+def test_allowed_cores_are_the_minimum_of_all_limits_and_at_least_one(
+    tmp_path, monkeypatch, limit, affinity, allowed
+):
     monkeypatch.setattr(cores, "affinity", lambda: affinity)
     root = system(tmp_path, "0::/\n", V2.format(top="/"), **{"cpu.max": limit})
     assert cores.allowed_cores(root) == allowed
@@ -98,7 +100,7 @@ def test_allowed_is_the_least_and_at_least_one(tmp_path, monkeypatch, limit, aff
 @pytest.fixture
 def threads(monkeypatch):
     """torch's thread count on a host with 64 logical and 32 physical cores; 4 are allowed."""
-    for name in NUMBERS:
+    for name in THREAD_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(cores, "allowed_cores", lambda: 4)
     monkeypatch.setattr(cores, "usual_threads", lambda: {64, 32})
@@ -109,14 +111,14 @@ def threads(monkeypatch):
 
 
 @pytest.mark.parametrize(("before", "after"), [(64, 4), (32, 4), (8, 8), (3, 3)])
-def test_torch_follows_unless_a_number_was_chosen(threads, before, after):
+def test_torch_threads_are_limited_unless_the_user_has_set_them(threads, before, after):
     threads[0] = before
     use_allowed_cores()
     assert threads == [after]
 
 
-@pytest.mark.parametrize("name", sorted(NUMBERS))
-def test_a_variable_is_the_last_word(threads, monkeypatch, name):
+@pytest.mark.parametrize("name", sorted(THREAD_VARIABLES))
+def test_an_environment_variable_overrides_the_limit(threads, monkeypatch, name):
     monkeypatch.setenv(name, "64")
     use_allowed_cores()
     assert threads == [64]
@@ -135,8 +137,9 @@ def test_physical_cores_are_counted_once(tmp_path):
 )
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="Linux has affinities")
 @pytest.mark.parametrize("order", ["allow; import torch", "import torch; allow"])
-def test_an_engine_follows_the_affinity(order):
-    """Runs in its own process, as torch counts cores once. The affinity is set before or after."""
+def test_an_engine_uses_the_cores_of_the_affinity_mask(order):
+    """Runs in its own process, because torch counts cores once. The affinity is set before or after
+    the import of torch."""
     code = (
         f"import os; {order};"
         "from tests.support.engines import checkpoint, make_engine;"
@@ -144,7 +147,7 @@ def test_an_engine_follows_the_affinity(order):
         "from nanoengine.kernels.threads import num_workers;"
         "print(torch.get_num_threads(), num_workers())"
     ).replace("allow", "os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])")
-    env = {name: value for name, value in os.environ.items() if name not in NUMBERS}
+    env = {name: value for name, value in os.environ.items() if name not in THREAD_VARIABLES}
     done = subprocess.run(
         [sys.executable, "-c", code], env=env, capture_output=True, text=True, cwd=ROOT
     )

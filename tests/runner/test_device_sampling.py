@@ -1,4 +1,4 @@
-"""The GPU's sampling path, run on the CPU: it gives the tokens of the CPU's path."""
+"""The GPU's sampling path, run on the CPU, samples the tokens of the CPU's path."""
 
 import numpy as np
 import pytest
@@ -29,9 +29,9 @@ def sampler_of(kind, vocab_size, seed):
     rng, sampler = np.random.default_rng(seed), Sampler(vocab_size, NUM_LINES)
     filtered = kind is SamplingKind.FILTERED
     for row in range(NUM_LINES):
-        params, most = {}, FIRST_WIDTH if row % 2 else vocab_size
+        params, max_top_k = {}, FIRST_WIDTH if row % 2 else vocab_size
         if filtered and row % 5:
-            params["top_k"] = int(min(rng.integers(1, vocab_size + 1), most))
+            params["top_k"] = int(min(rng.integers(1, vocab_size + 1), max_top_k))
             params["top_p"] = float(rng.choice([1.0, 1e-6, 0.5, 0.95]))
             params["min_p"] = float(rng.choice([0.0, 0.05, 1.0]))
         greedy = kind is SamplingKind.GREEDY or rng.random() < 0.2
@@ -44,7 +44,7 @@ def sampler_of(kind, vocab_size, seed):
 
 
 def packed(sampler, positions):
-    """The sampler's parameters in the layout of the device."""
+    """The sampler's parameters as `DrawParams`."""
     seeds = torch.from_numpy(sampler.seeds)
     uniform = random_bits(seeds, torch.from_numpy(positions)).double() * 2.0**-53
     return DrawParams(torch.cat((torch.from_numpy(sampler.params), uniform[None])))
@@ -53,7 +53,7 @@ def packed(sampler, positions):
 @pytest.mark.parametrize("kind", list(SamplingKind))
 @pytest.mark.parametrize("vocab_size", [5, 131, 9000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-def test_the_same_tokens_as_on_the_cpu(kind, vocab_size, dtype):
+def test_the_gpu_path_samples_the_tokens_of_the_cpu_path(kind, vocab_size, dtype):
     sampler, positions = sampler_of(kind, vocab_size, seed=vocab_size), np.arange(NUM_LINES) + 7
     logits = random_logits(vocab_size, NUM_LINES, vocab_size).to(dtype)
     logits[:, 0] = 0.0
@@ -74,7 +74,7 @@ def test_the_same_tokens_as_on_the_cpu(kind, vocab_size, dtype):
     top_p=st.sampled_from([1e-9, 0.1, 0.5, 0.9999999, 1.0]),
     min_p=st.sampled_from([0.0, 0.2, 1.0]),
 )
-def test_a_full_sort_draws_what_a_search_draws(
+def test_a_full_sort_draws_the_same_tokens_as_a_search(
     seed, vocab_size, spread, steps, uniform, top_p, min_p
 ):
     """Covers ties, -0.0, -inf, tiny and huge logits."""
@@ -87,13 +87,13 @@ def test_a_full_sort_draws_what_a_search_draws(
     params = DrawParams.pack(columns, np.full(3, uniform), CPU)
     largest = logits.amax(-1, keepdim=True)
     expected = draw_top_k(logits, largest, params)
-    of_all = draw_top_k(logits, largest, DrawParams(params.packed))
-    assert of_all.tolist() == expected.tolist()
+    sorted_all = draw_top_k(logits, largest, DrawParams(params.packed))
+    assert sorted_all.tolist() == expected.tolist()
 
 
 @pytest.mark.parametrize("kind", list(SamplingKind))
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-def test_a_line_without_a_valid_token_is_told_and_its_neighbours_are_not(kind, bad):
+def test_an_invalid_line_is_reported_and_the_other_lines_are_unchanged(kind, bad):
     sampler, positions = sampler_of(kind, 100, seed=4), np.arange(NUM_LINES)
     logits = random_logits(2, NUM_LINES, 100)
     logits[:, 0] = 0.0
@@ -105,7 +105,7 @@ def test_a_line_without_a_valid_token_is_told_and_its_neighbours_are_not(kind, b
     assert valid.tolist() == [line != 5 for line in range(NUM_LINES)]
 
 
-def test_the_device_draws_the_same_uniforms():
+def test_the_device_generates_the_same_random_numbers():
     seeds = np.array([0, 7, 2**63 - 1, 2**62 + 12345])
     positions = np.array([0, 1, 2**40, 99])
     found = random_bits(mix(torch.from_numpy(seeds)), torch.from_numpy(positions))

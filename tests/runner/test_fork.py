@@ -1,4 +1,4 @@
-"""Forks between steps: shared blocks, copy-on-write, rows, and rejected forks. FakeExecutor checks
+"""Forks between steps: shared blocks, copy-on-write, rows, and invalid forks. FakeExecutor checks
 the contents of the blocks slot by slot."""
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ def executor(engine: LLMEngine) -> FakeExecutor:
     return engine.executor
 
 
-def assert_goes_on(child: Sequence, given: list[int]) -> None:
+def assert_continues(child: Sequence, given: list[int]) -> None:
     """Checks that the child's output starts with `given` and continues with its own seed."""
     max_tokens = child.params.max_tokens or 0
-    want = expected_output(PROMPT, child.seed, max_tokens, child.stop_ids, 0, given)
-    assert child.output_token_ids == want
+    expected = expected_output(PROMPT, child.seed, max_tokens, child.stop_ids, 0, given)
+    assert child.output_token_ids == expected
 
 
 def test_a_fork_shares_every_block_and_the_first_writer_copies_one():
@@ -53,11 +53,11 @@ def test_a_fork_shares_every_block_and_the_first_writer_copies_one():
     plan = executor(engine).plans[-1]
     assert [fork.seq_id for fork in plan.forks] == [child.seq_id for child in children]
     assert plan.admitted == []
-    assert plan.num_tokens == 4, "nothing is computed again"
-    assert len(plan.block_copies) == 3, "the last of four to write is alone with the block"
+    assert plan.num_tokens == 4, "no token is computed again"
+    assert len(plan.block_copies) == 3, "the last of four writers needs no copy"
     assert run(engine) == ["a"]
     for child in children:
-        assert_goes_on(child, given)
+        assert_continues(child, given)
     assert len({seq.seed for seq in request.sequences}) == 4
     assert [seq.index for seq in request.sequences] == [0, 1, 2, 3]
 
@@ -70,7 +70,7 @@ def test_a_fork_at_a_block_boundary_copies_nothing():
     assert executor(engine).num_copies == 0
 
 
-def test_another_token_may_end_the_fork_at_once():
+def test_a_replaced_token_may_finish_the_fork_immediately():
     engine = make_engine()
     request = start(engine, stop_token_ids=[49])
     child = engine.fork("a", next_token_id=49)
@@ -81,20 +81,20 @@ def test_another_token_may_end_the_fork_at_once():
 
 
 @pytest.mark.parametrize("caching", [True, False])
-def test_without_a_free_row_a_fork_waits(caching):
+def test_a_fork_waits_if_no_row_is_free(caching):
     engine = make_engine(max_num_seqs=2, enable_prefix_caching=caching)
     request = start(engine)
     given = request.sequences[0].output_token_ids
     children = [engine.fork("a"), engine.fork("a", next_token_id=7)]
     assert [child.status.value for child in children] == ["running", "waiting"]
     run(engine)
-    assert_goes_on(children[0], given)
-    assert_goes_on(children[1], [*given[:-1], 7])
+    assert_continues(children[0], given)
+    assert_continues(children[1], [*given[:-1], 7])
     (again,) = (new for plan in executor(engine).plans[1:] for new in plan.admitted)
     assert again.num_cached_tokens == (8 if caching else 0)
 
 
-def test_a_fork_leaves_rows_to_the_forks_that_are_due():
+def test_a_fork_leaves_rows_for_pending_forks_of_n():
     engine = make_engine(max_num_seqs=4, long_prefill_threshold=2)
     engine.add_request("n", PROMPT, SamplingParams(n=3, max_tokens=5, ignore_eos=True))
     engine.step()
@@ -103,32 +103,32 @@ def test_a_fork_leaves_rows_to_the_forks_that_are_due():
     assert run(engine) == ["n"]
 
 
-def test_a_parent_may_be_gone_before_the_fork_is_carried_out():
+def test_a_parent_may_be_dropped_before_its_fork_runs():
     engine = make_engine()
     request = start(engine)
     (parent,) = request.sequences
     given = parent.output_token_ids
     child = engine.fork("a")
-    engine.scheduler.special.drop(parent)
+    engine.scheduler.extras_scheduling.drop(parent)
     engine.step()
     plan = executor(engine).plans[-1]
     (new,) = plan.admitted
     assert (new.seq_id, new.num_cached_tokens, plan.num_tokens) == (child.seq_id, 8, 1)
     run(engine)
     assert request.sequences == [child]
-    assert_goes_on(child, given)
+    assert_continues(child, given)
 
 
 def test_dropping_the_last_unfinished_sequence_ends_the_request():
     engine = make_engine()
     request = start(engine)
     child = engine.fork("a", next_token_id=3)
-    engine.scheduler.special.finish(request.sequences[0], "stop")
-    engine.scheduler.special.drop(child)
+    engine.scheduler.extras_scheduling.finish(request.sequences[0], "stop")
+    engine.scheduler.extras_scheduling.drop(child)
     assert run(engine) == ["a"]
 
 
-def test_logprobs_of_a_fork_name_its_own_token():
+def test_logprobs_of_a_fork_contain_its_replaced_token():
     engine = make_engine()
     request = start(engine, logprobs=3)
     (parent,) = request.sequences
@@ -142,16 +142,16 @@ def test_logprobs_of_a_fork_name_its_own_token():
     )
     known = [one.token_id for one in parent.extras.logprobs[-1]]
     unknown = next(t for t in range(50) if t not in known)
-    with pytest.raises(RequestError, match="no known log-probability"):
+    with pytest.raises(RequestError, match="has no log-probability"):
         engine.fork("a", next_token_id=unknown)
 
 
-def test_refusals_name_what_is_wrong():
+def test_invalid_forks_raise_with_the_reason():
     engine = make_engine(long_prefill_threshold=3)
     start(engine, num_steps=1)
     for arguments, message in (
-        ({"request_id": "b"}, "request 'b' has no unfinished sequence of index 0"),
-        ({"request_id": "a", "index": 1}, "request 'a' has no unfinished sequence of index 1"),
+        ({"request_id": "b"}, "request 'b' has no unfinished sequence with index=0"),
+        ({"request_id": "a", "index": 1}, "request 'a' has no unfinished sequence with index=1"),
         ({"request_id": "a", "next_token_id": 50}, r"next_token_id must be in \[0, 50\), got 50"),
         ({"request_id": "a", "next_token_id": 5}, "replaces the last output token"),
     ):
@@ -163,8 +163,8 @@ def test_refusals_name_what_is_wrong():
 # --- with a model ---------------------------------------------------------------------------------
 
 
-def test_a_fork_with_another_token_is_the_sequence_that_had_sampled_it():
-    """This includes penalties: the sampler states follow the given token, not the sampled one."""
+def test_a_fork_with_a_replaced_token_equals_a_sequence_that_sampled_it():
+    """This includes penalties: their states contain the replaced token, not the sampled one."""
     directory = engines.checkpoint("qwen3")
     prompt = engines.random_prompts(1, [21])[0]
     params = SamplingParams(
@@ -188,7 +188,7 @@ def test_a_fork_with_another_token_is_the_sequence_that_had_sampled_it():
         assert child.output_token_ids == start + want
 
 
-def test_outputs_show_forks_that_join_while_they_grow():
+def test_streamed_outputs_include_forks_made_during_the_stream():
     params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
     with LLM(
         engines.checkpoint("qwen3"), dtype="float64", attention_backend="naive", num_kv_blocks=60,
@@ -204,8 +204,9 @@ def test_outputs_show_forks_that_join_while_they_grow():
     assert shown[1] == shown[0]
 
 
-def test_a_block_may_be_read_and_written_by_copies_of_one_step():
-    """The last other user of the source was preempted in the step; its block is allocated again."""
+def test_a_block_may_be_source_and_target_of_copies_in_one_step():
+    """The source of one copy is the target of another. Its last other user was preempted in this
+    step, and the block was allocated again."""
     cache = KVCache(
         make_layout(4, 3),
         num_kv_heads=1,

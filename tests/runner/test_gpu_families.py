@@ -1,7 +1,7 @@
 """Every model family on an emulated GPU, with Triton's compiler; see `support/compiling_gpu.py`.
 
-Triton's interpreter does not show launches that cannot be bound or compiled, or that fail for one
-kind of step. On a GPU, they end an engine.
+Triton's interpreter does not show launches whose arguments can't be bound, or kernels that don't
+compile. On a GPU, these are fatal for an engine.
 """
 
 import json
@@ -20,7 +20,7 @@ ODD = [
     'youtu {"kv_lora_rank": 33, "qk_rope_head_dim": 6, "qk_nope_head_dim": 5, "v_head_dim": 7,'
     ' "vocab_size": 257}',
 ]
-"""Sizes that are no powers of two, and sizes below the minimum of a GPU's matrix product."""
+"""Sizes that are not powers of two, and sizes below the minimum of a GPU's matmul."""
 
 
 @pytest.mark.guards(

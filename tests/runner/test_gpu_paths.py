@@ -47,19 +47,19 @@ def on_gpu(**options):
     return make_engine(checkpoint("qwen3", **SHAPE), **SMALL | defaults | options)
 
 
-def on_gpu_by_torch(**options):
+def on_gpu_without_triton(**options):
     """Like `on_gpu`, in float64 and without Triton, whose interpreter is slow."""
     with mock.patch.object(start, "make_backend", make_graph_safe):
         return on_gpu(**{"dtype": "float64", "attention_backend": "naive"} | options)
 
 
 @pytest.fixture(scope="module", autouse=True)
-def written():
-    """Why: transformers writes the model, and cannot be imported with an emulated GPU."""
+def write_checkpoint():
+    """Why first: transformers writes the model, and can't be imported with an emulated GPU."""
     checkpoint("qwen3", **SHAPE)
 
 
-def test_auto_takes_plain_torch_on_an_old_gpu(caplog):
+def test_auto_selects_the_naive_backend_on_an_old_gpu(caplog):
     old = mock.patch("tests.support.emulated_gpu.CAPABILITY", (7, 5))
     with old, EmulatedGPU() as gpu:
         engine = on_gpu(attention_backend="auto")
@@ -76,19 +76,19 @@ def test_auto_takes_plain_torch_on_an_old_gpu(caplog):
     [RuntimeError("Failed to find C compiler."), subprocess.CalledProcessError(1, ["gcc", "x.c"])],
     ids=["no compiler", "no Python.h"],
 )
-def test_a_machine_that_can_t_build_kernels_is_told_before_weights_are_read(error):
-    broken = mock.patch.object(launch, "empty_kernel")
-    unread = mock.patch.object(start, "load_model", side_effect=AssertionError)
-    with EmulatedGPU(), broken as kernel, unread:
+def test_a_missing_compiler_raises_before_weights_are_read(error):
+    patch_kernel = mock.patch.object(launch, "empty_kernel")
+    no_loading = mock.patch.object(start, "load_model", side_effect=AssertionError)
+    with EmulatedGPU(), patch_kernel as kernel, no_loading:
         kernel.__getitem__.side_effect = error
         with pytest.raises(ConfigError, match="gcc and python3-dev"):
             on_gpu()
 
 
-def test_ranks_do_without_graphs():
+def test_tensor_parallelism_disables_cuda_graphs():
     """CUDA graphs that contain NCCL operations are untested."""
     with EmulatedGPU() as gpu:
-        engine = on_gpu_by_torch()
+        engine = on_gpu_without_triton()
         assert engine.executor._uses_graphs
         engine.executor.config = replace(engine.executor.config, tensor_parallel_size=2)
         assert not engine.executor._uses_graphs
@@ -103,7 +103,7 @@ def close(gpu, engine):
 
 
 @pytest.mark.parametrize("eager", [False, True])
-def test_tokens_are_those_of_the_cpu_and_no_launch_waits(eager):
+def test_tokens_match_the_cpu_and_no_launch_waits(eager):
     expected = on_cpu(PARAMS)
     with EmulatedGPU() as gpu:
         engine = on_gpu(enforce_eager=eager)
@@ -115,10 +115,10 @@ def test_tokens_are_those_of_the_cpu_and_no_launch_waits(eager):
         close(gpu, engine)
 
 
-def test_the_memory_plan_counts_what_graphs_take():
+def test_the_memory_plan_includes_cuda_graphs():
     """A pool sized by memory_fraction stays within that share, including CUDA graphs."""
     with EmulatedGPU(memory_bytes=384 * 2**20) as gpu:
-        engine = on_gpu_by_torch(
+        engine = on_gpu_without_triton(
             num_kv_blocks=None, kv_cache_gib=None, memory_fraction=0.5, max_model_len=512,
             max_num_seqs=20, max_num_batched_tokens=256,
         )  # fmt: skip
@@ -127,15 +127,15 @@ def test_the_memory_plan_counts_what_graphs_take():
         assert f"CUDA graphs {plan.graph_bytes / 2**30:.2f} GiB" in info.memory_plan
         free, total = torch.cuda.mem_get_info()
         assert total - free + plan.activation_bytes <= 0.5 * total
-        assert 100 < plan.layout.num_blocks < 20 * 512 // 16, "no more than there is room for"
+        assert 100 < plan.layout.num_blocks < 20 * 512 // 16, "at most what fits in the memory"
         close(gpu, engine)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_launches_of_a_decode_and_of_what_is_around_its_layers(deterministic):
-    """Nine launches per layer; one sampling kernel for any parameters; 40 small operators to gather
-    inputs and advance positions."""
-    product, attention = (
+def test_kernel_launches_of_a_decode_step(deterministic):
+    """Nine launches per layer, one sampling kernel for any parameters, and 40 small operators that
+    gather inputs and advance positions."""
+    matmul, attention = (
         ("gemm_kernel", "varlen_kernel") if deterministic else ("mm", "decode_kernel")
     )
     with EmulatedGPU() as gpu, torch.inference_mode():
@@ -147,24 +147,26 @@ def test_launches_of_a_decode_and_of_what_is_around_its_layers(deterministic):
             assert gpu.kernels.pop("sample_kernel") == 1
             assert gpu.kernels.total() == 6
         gpu.kernels.clear()
-        decode.held.gather(decode.batch_rows[:1])
-        before = gpu.kernels.copy()
-        assert before.total() == 34
+        decode.device_batch.gather(decode.batch_rows[:1])
+        gather = gpu.kernels.copy()
+        assert gather.total() == 34
         gpu.kernels.clear()
         decode.forward(1)
-        of_layers = {product: 2 * 4, "rotate_store_kernel": 2, attention: 2, "gate_kernel": 2}
-        of_layers |= {"rms_norm_kernel": 2 * 2}
-        around = {"embedding": 1, "index_select": 1, "rms_norm_kernel": 1, product: 1, "copy_": 1}
-        assert gpu.kernels == before + Counter(of_layers) + Counter(around)
+        layers = {matmul: 2 * 4, "rotate_store_kernel": 2, attention: 2, "gate_kernel": 2}
+        layers |= {"rms_norm_kernel": 2 * 2}
+        rest = {"embedding": 1, "index_select": 1, "rms_norm_kernel": 1, matmul: 1, "copy_": 1}
+        assert gpu.kernels == gather + Counter(layers) + Counter(rest)
         del decode
         close(gpu, engine)
 
 
-def test_a_host_tier_stores_and_loads_beside_the_steps():
+def test_a_host_tier_stores_and_loads_during_steps():
     params, prompts = greedy(6), random_prompts(4, [40, 33, 36])
     expected = on_cpu(params, prompts)
     with EmulatedGPU() as gpu:
-        engine = on_gpu_by_torch(num_kv_blocks=6, kv_tiers=(HostTier(gib=0.01, policy="load"),))
+        engine = on_gpu_without_triton(
+            num_kv_blocks=6, kv_tiers=(HostTier(gib=0.01, policy="load"),)
+        )
         for _ in range(2):
             assert tokens(run(engine, prompts, params)) == expected
         (host,) = engine.stats().tiers
@@ -180,7 +182,7 @@ def gpu():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
 @pytest.mark.parametrize("buffer_blocks", [1, 2, 64])
-def test_blocks_come_back_whole_by_way_of_buffers_of_any_size(
+def test_blocks_survive_a_round_trip_through_buffers_of_any_size(
     gpu, monkeypatch, dtype, buffer_blocks
 ):
     kv = torch.randn(2, 3, 12, 4, 2, 8).to(dtype).to(CUDA)
@@ -201,17 +203,17 @@ def test_blocks_come_back_whole_by_way_of_buffers_of_any_size(
     assert not gpu.disorder
 
 
-def test_the_blocks_of_a_step_are_one_kernel_and_neighbours_one_copy(gpu):
+def test_a_step_stores_its_blocks_with_one_kernel_and_one_copy(gpu):
     kv = torch.zeros(2, 3, 300, 4, 2, 8, device=CUDA)
     storage = HostStorage(kv, 2000)
     gpu.kernels.clear()
     gpu.waits.clear()
     storage.store(range(20, 276), range(1, 257))
     assert gpu.kernels == {"upload": 1, "index_select": 1, "download": 1}
-    assert not gpu.waits, "a store waits for nothing"
+    assert not gpu.waits, "a store does not wait"
 
 
-def test_a_step_waits_for_its_own_copies_alone(gpu):
+def test_a_step_waits_only_for_its_own_copies(gpu):
     storage = HostStorage(torch.zeros(2, 3, 30, 4, 2, 8, device=CUDA), 30)
     first = storage.store([1, 2], [3, 4])
     done = gpu.streams[-2].clock.copy()
@@ -221,21 +223,21 @@ def test_a_step_waits_for_its_own_copies_alone(gpu):
     assert gpu.host_clock[down] == done[down] < down.clock[down]
 
 
-def test_a_store_or_load_that_is_cut_off_keeps_both_buffers(gpu, monkeypatch):
+def test_an_interrupted_store_or_load_keeps_both_buffers(gpu, monkeypatch):
     kv = torch.randn(2, 3, 9, 4, 2, 8, device=CUDA)
     storage, before = HostStorage(kv, 9), kv.cpu()
     with monkeypatch.context() as patch:
         patch.setattr(kv_tiers, "ship", lambda *_: 1 / 0)
-        for cut_off in (storage.store, storage.load):
+        for transfer in (storage.store, storage.load):
             with pytest.raises(ZeroDivisionError):
-                cut_off([1], [1])
+                transfer([1], [1])
     storage.store([1, 2], [5, 6])()
     kv.zero_()
     storage.load([5, 6], [2, 1])
     assert torch.equal(kv[:, :, 2].cpu(), before[:, :, 1])
 
 
-def test_a_cache_made_in_inference_mode_is_loaded_outside_of_it():
+def test_a_cache_made_in_inference_mode_can_be_loaded_outside_of_it():
     with EmulatedGPU():
         for device in ("cpu", CUDA):
             with torch.inference_mode():
@@ -257,7 +259,7 @@ def test_a_host_tier_pins_its_size_and_not_the_next_power_of_two(gib, block_byte
 # --- the emulated device --------------------------------------------------------------------------
 
 
-def test_streams_need_an_event_between_them(gpu):
+def test_unordered_accesses_of_two_streams_are_detected(gpu):
     tensor, side = torch.zeros(4, device=CUDA), torch.cuda.Stream()
     host = torch.empty(4, pin_memory=True)
     with torch.cuda.stream(side):
@@ -281,19 +283,19 @@ def test_streams_need_an_event_between_them(gpu):
     assert list(gpu.disorder) == ["memory freed while another stream may still use it"]
 
 
-def test_what_makes_the_host_wait_is_noted_and_no_capture_allows_it(gpu):
+def test_synchronizations_are_recorded_and_raise_in_a_capture(gpu):
     tensor = torch.arange(4, device=CUDA)
-    asked = [lambda: tensor.tolist(), lambda: tensor[0].item(), lambda: tensor[tensor > 1],
+    calls = [lambda: tensor.tolist(), lambda: tensor[0].item(), lambda: tensor[tensor > 1],
              lambda: tensor.bincount(), lambda: torch.zeros(3).to(CUDA)]  # fmt: skip
-    for ask in asked:
+    for call in calls:
         gpu.waits.clear()
-        ask()
+        call()
         assert gpu.waits
         with (
             pytest.raises((RuntimeError, AssertionError)),
             torch.cuda.graph(torch.cuda.CUDAGraph()),
         ):
-            ask()
+            call()
     gpu.waits.clear()
     pinned = torch.zeros(3, pin_memory=True)
     assert pinned.is_pinned() and not torch.zeros(3).is_pinned()
@@ -303,13 +305,13 @@ def test_what_makes_the_host_wait_is_noted_and_no_capture_allows_it(gpu):
         tensor + torch.zeros(4)
 
 
-def test_a_replay_does_what_was_recorded_and_owns_nothing_that_it_shares(gpu):
-    given, shift, graphs = torch.zeros(3, device=CUDA), [1.0], []
+def test_a_replay_repeats_the_recording_and_graphs_share_memory(gpu):
+    inputs, shift, graphs = torch.zeros(3, device=CUDA), [1.0], []
     for _ in range(2):
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            graphs.append((graph, given + shift[0]))
-    given.fill_(2.0)
+            graphs.append((graph, inputs + shift[0]))
+    inputs.fill_(2.0)
     shift[0] = 5.0
     for graph, out in graphs:
         graph.replay()
@@ -317,12 +319,12 @@ def test_a_replay_does_what_was_recorded_and_owns_nothing_that_it_shares(gpu):
     assert graphs[0][1].isnan().all()
 
 
-def test_memory_is_counted(gpu):
+def test_allocated_memory_is_counted(gpu):
     assert torch.cuda.memory_allocated() == 0
     tensor = torch.zeros(1000, device=CUDA)
     part = tensor[10:20]
     del tensor
-    assert torch.cuda.memory_allocated() == 4096, "in pieces of 512 bytes, while any part is held"
+    assert torch.cuda.memory_allocated() == 4096, "in units of 512 bytes, while a view exists"
     free, total = torch.cuda.mem_get_info()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -70,16 +70,14 @@ CASES = [
 @pytest.fixture
 def short_splits(monkeypatch):
     """Makes the short contexts of these tests long enough for splits."""
-    whole = triton_mla.latent_config
-    monkeypatch.setattr(
-        triton_mla, "latent_config", lambda *of: replace(whole(*of), split_tokens=16)
-    )
+    config = triton_mla.mla_config
+    monkeypatch.setattr(triton_mla, "mla_config", lambda *x: replace(config(*x), split_tokens=16))
 
 
 @pytest.mark.parametrize(("family", "params", "options"), CASES)
-def test_tokens_are_those_of_the_cpu(short_splits, family, params, options):
-    """Two equal runs against prompts that the CPU runs one at a time. The engine waits for tokens
-    only, decodes are CUDA graphs, and all memory is freed."""
+def test_tokens_match_the_cpu(short_splits, family, params, options):
+    """Two equal runs, compared with prompts that the CPU runs one at a time. The engine waits only
+    for tokens, decodes are CUDA graphs, and all memory is freed."""
     options = {"num_kv_blocks": 60} | options
     runs, directory = options.pop("runs", 2), checkpoint(family, **options.pop("fields", {}))
     plain = make_engine(
@@ -105,28 +103,28 @@ def test_tokens_are_those_of_the_cpu(short_splits, family, params, options):
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "minicpm3"])
-def test_log_probabilities_are_those_of_the_cpu(family):
-    asked = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1)
+def test_log_probabilities_match_the_cpu(family):
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1)
 
-    def found(**options):
+    def prompt_logprobs(**options):
         engine = make_engine(
             checkpoint(family), **SIZES, num_kv_blocks=20, max_num_batched_tokens=16, **options
         )
-        results = run(engine, PROMPTS[:3], asked)
+        results = run(engine, PROMPTS[:3], params)
         engine.close()
         return [
             [entry.logprob for entries in result.prompt_logprobs for entry in entries]
             for result in results
         ]
 
-    expected = found(attention_backend="naive")
+    expected = prompt_logprobs(attention_backend="naive")
     with EmulatedGPU():
-        ours = found(**ON_GPU)
-    for mine, its in zip(ours, expected, strict=True):
-        assert mine == pytest.approx(its, abs=2e-4)
+        found = prompt_logprobs(**ON_GPU)
+    for values, reference in zip(found, expected, strict=True):
+        assert values == pytest.approx(reference, abs=2e-4)
 
 
-def test_launches_of_a_layer():
+def test_kernel_launches_per_layer():
     """A dense family, a prompt and decodes without graphs or splits: 14 launches per layer,
     including the MLP. The fourth step has nothing to run."""
     launches = {}
@@ -145,16 +143,16 @@ def test_launches_of_a_layer():
                 launches[layers].append(dict(gpu.kernels))
             engine.close()
     expected = {
-        "mm": 6, "rms_norm_kernel": 3, "turn_latents_kernel": 1, "bmm": 2, "latent_kernel": 1,
+        "mm": 6, "rms_norm_kernel": 3, "rotate_latents_kernel": 1, "bmm": 2, "mla_kernel": 1,
         "gate_kernel": 1,
     }  # fmt: skip
     assert len(launches[1]) == 4
-    for one, three in list(zip(launches[1], launches[3], strict=True))[:3]:
-        found = Counter(three) - Counter(one)
+    for one_layer, three_layers in list(zip(launches[1], launches[3], strict=True))[:3]:
+        found = Counter(three_layers) - Counter(one_layer)
         assert found == {name: 2 * count for name, count in expected.items()}
 
 
-def test_two_ranks_give_the_tokens_of_one():
+def test_two_ranks_generate_the_tokens_of_one():
     """Runs in the interpreter, because the emulated GPU is a single device, and in processes,
     because the interpreter is not thread-safe."""
     directory, prompts = checkpoint("deepseek_v3"), PROMPTS[2:]
@@ -179,8 +177,8 @@ def test_a_model_stored_in_fp8_gives_the_tokens_of_its_float_weights(tmp_path):
         assert gpu.num_allocated == 0
 
 
-@pytest.mark.parametrize(("family", "most"), [("qwen3_5", 60), ("lfm2", 50), ("bamba", 60)])
-def test_launches_do_not_depend_on_the_number_of_prompts(family, most):
+@pytest.mark.parametrize(("family", "max_launches"), [("qwen3_5", 60), ("lfm2", 50), ("bamba", 60)])
+def test_launches_are_independent_of_the_number_of_prompts(family, max_launches):
     """Counts per step: all prompts, then decodes. The first decode also updates new rows."""
     directory, launches = checkpoint(family), []
     with EmulatedGPU() as gpu:
@@ -196,24 +194,24 @@ def test_launches_do_not_depend_on_the_number_of_prompts(family, most):
         engine.close()
     assert launches[0] == launches[1]
     prompts, *decodes = launches[0]
-    assert prompts <= most
+    assert prompts <= max_launches
     assert max(decodes) <= 9
 
 
-def test_a_decode_that_reads_what_another_one_writes_is_no_graph():
+def test_dependent_decodes_are_not_replayed_as_a_graph():
     """The second sequence starts from the state that the first one writes after block 0 in the same
     step, and computes one token. The third sequence is independent."""
     directory = checkpoint("lfm2")
     with EmulatedGPU():
         engine = make_engine(directory, **SIZES, **ON_GPU, num_kv_blocks=40)
         step: DecodeStep = engine.executor.graphed.step
-        rows = engine.executor.rows
-        rows.block_tables[-1, 0, 0] = rows.block_tables[-1, 1, 0] = 40
-        rows.block_tables[-1, 1, 1], rows.block_tables[-1, 2, 0] = 41, 42
-        late, apart = StepPlan(step=0), StepPlan(step=0)
-        for plan, row in ((late, 1), (apart, 2)):
+        table = engine.executor.input_batch.block_tables[-1]
+        table[0, 0] = table[1, 0] = 40
+        table[1, 1], table[2, 0] = 41, 42
+        dependent, independent = StepPlan(step=0), StepPlan(step=0)
+        for plan, row in ((dependent, 1), (independent, 2)):
             plan.add(0, 15, 1, num_logits=1)
             plan.add(row, 17 - row, 1, num_logits=1)
-        assert step.fits(apart)
-        assert not step.fits(late)
+        assert step.fits(independent)
+        assert not step.fits(dependent)
         engine.close()

@@ -29,7 +29,7 @@ BLOCK = 4
 @pytest.mark.parametrize(
     "limit", [1, 2, 3, 4, 7, 8, 9, 100, 255, 256, 257, 271, 272, 273, 500, 512]
 )
-def test_sizes_cover_every_batch_and_never_more(limit):
+def test_capture_sizes_cover_every_batch_up_to_the_limit(limit):
     sizes = capture_sizes(limit)
     assert sizes == sorted(set(sizes))
     assert sizes[0] == 1
@@ -38,18 +38,18 @@ def test_sizes_cover_every_batch_and_never_more(limit):
         assert size - smaller <= (8 if size <= 256 else 16)
 
 
-def test_sizes_are_dense_where_batches_are_small():
+def test_capture_sizes_are_dense_for_small_batches():
     assert capture_sizes(300)[:7] == [1, 2, 4, 8, 16, 24, 32]
     assert capture_sizes(300)[-4:] == [256, 272, 288, 300]
 
 
-def test_the_runner_works_with_its_own_gpu_as_the_current_one(monkeypatch):
+def test_the_runner_makes_its_gpu_the_current_device(monkeypatch):
     """Triton and graphs use the current device and cannot access another device's memory."""
     current = ["cuda:0"]
 
     @contextlib.contextmanager
-    def device(wanted):
-        current.append(str(wanted))
+    def device(new):
+        current.append(str(new))
         try:
             yield
         finally:
@@ -62,8 +62,8 @@ def test_the_runner_works_with_its_own_gpu_as_the_current_one(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device", device)
     seen = []
     for name in ("cuda:1", "cpu"):
-        own = runner_start.current_device(torch.device(name))
-        runner = mock.Mock(as_current=own, _start=note, _update_rows=note, due=[])
+        as_current = runner_start.current_device(torch.device(name))
+        runner = mock.Mock(as_current=as_current, _start=note, _update_batch=note, due=[])
         with pytest.raises(InterruptedError):
             ModelRunner.start(runner)
         with pytest.raises(InterruptedError):
@@ -99,7 +99,7 @@ class Model:
 
     def __call__(self, batch):
         assert batch.attention == "prepared"
-        assert batch.logits_indices is None, "all rows go on: nothing is gathered"
+        assert batch.logits_indices is None, "all rows have logits, so none are selected"
         written = batch.token_ids.expand_as(batch.slot_mapping)
         self.cache.scatter_(1, batch.slot_mapping, written)
         assert batch.num_decodes == batch.num_tokens == batch.num_seqs
@@ -117,7 +117,7 @@ class Model:
 
 def make_step(max_num_seqs=8, num_groups=1, device="cpu"):
     device = torch.device(device)
-    rows = InputBatch(
+    input_batch = InputBatch(
         max_num_seqs=max_num_seqs,
         max_model_len=64,
         block_size=BLOCK,
@@ -125,7 +125,12 @@ def make_step(max_num_seqs=8, num_groups=1, device="cpu"):
         device=device,
     )
     model, sampler = Model(num_groups, device=device), Sampler(VOCAB, max_num_seqs)
-    return model, rows, sampler, DecodeStep(model, model, rows, sampler, torch.float64)
+    return (
+        model,
+        input_batch,
+        sampler,
+        DecodeStep(model, model, input_batch, sampler, torch.float64),
+    )
 
 
 def eager(step, size, kind):
@@ -134,18 +139,18 @@ def eager(step, size, kind):
     return logits if kind is None else step.sample(size, kind)
 
 
-def admit(rows, sampler, step, *new):
+def admit(input_batch, sampler, step, *new):
     """Admits sequences with all tokens but the last computed: (row, tokens, blocks, parameters)."""
     plan = StepPlan(step=0)
     for row, token_ids, blocks, params in new:
         plan.admitted.append(
             AdmittedSequence(row, row, token_ids, 1, len(token_ids) - 1, params, 5 + row)
         )
-        for group in range(len(rows.block_tables)):
+        for group in range(len(input_batch.block_tables)):
             ids = tuple(block + group for block in blocks)
             plan.table_updates.append(TableUpdate(row, group, 0, ids))
         sampler.admit(plan.admitted[-1])
-    rows.update(plan)
+    input_batch.update(plan)
     step.update(plan)
 
 
@@ -164,46 +169,53 @@ GREEDY = SamplingParams(temperature=0)
 
 
 @pytest.mark.parametrize("num_groups", [1, 2])
-def test_a_padded_replay_is_the_eager_step(num_groups):
+def test_a_padded_replay_equals_the_eager_step(num_groups):
     with EmulatedGPU() as gpu, torch.inference_mode():
-        model, rows, sampler, step = make_step(num_groups=num_groups, device=CUDA)
+        model, input_batch, sampler, step = make_step(num_groups=num_groups, device=CUDA)
         graphed = GraphedDecode(step, CudaGraphs())
         graphed.capture(graphed.sizes)
         new = [(r, [3 * r + 1] * (2 + 3 * r), range(10 * r + 10, 10 * r + 20), GREEDY)
                for r in range(5)]  # fmt: skip
-        admit(rows, sampler, step, *new)
-        twin_model, twin_rows, twin_sampler, twin = make_step(num_groups=num_groups)
-        admit(twin_rows, twin_sampler, twin, *new)
+        admit(input_batch, sampler, step, *new)
+        plain_model, plain_batch, plain_sampler, plain_step = make_step(num_groups=num_groups)
+        admit(plain_batch, plain_sampler, plain_step, *new)
         for count, later in ((5, 0), (5, 1), (3, 2), (1, 3)):
             plan = decodes(*((r, 1 + 3 * r + later) for r in range(count)))
             size = graphed.size_for(count)
             assert size >= count
             step.load(plan, size)
             token_ids, valid = graphed(size, SamplingKind.GREEDY)
-            twin.load(plan, count)
-            expected, _ = eager(twin, count, SamplingKind.GREEDY)
+            plain_step.load(plan, count)
+            expected, _ = eager(plain_step, count, SamplingKind.GREEDY)
             assert token_ids[:count].tolist() == expected.tolist()
             assert valid.all()
-            assert torch.equal(model.cache.cpu()[:, BLOCK:], twin_model.cache[:, BLOCK:])
-            assert rows.pool.tolist() == twin_rows.pool.tolist()
-            assert step.held.lengths.tolist() == twin.held.lengths.tolist()
-        assert rows.pool[-1] == step.held.lengths[-1] == 0, "padding stays where it is"
+            assert torch.equal(model.cache.cpu()[:, BLOCK:], plain_model.cache[:, BLOCK:])
+            assert input_batch.pool.tolist() == plain_batch.pool.tolist()
+            assert (
+                step.device_batch.next_positions.tolist()
+                == plain_step.device_batch.next_positions.tolist()
+            )
+        assert input_batch.pool[-1] == step.device_batch.next_positions[-1] == 0, (
+            "the padding row is unchanged"
+        )
         assert gpu.num_replayed == 2 * 4, "the forward, then the sampling"
         # Four decodes of row 0, from position 1: token + position + first block, repeated.
         token = 1
         for position in range(1, 5):
             token = (token + position + 10) % VOCAB
-        assert rows.pool[0] == token
+        assert input_batch.pool[0] == token
 
 
-def test_padding_writes_the_null_block_alone():
+def test_padding_writes_only_the_null_block():
     with torch.inference_mode():
-        model, rows, sampler, step = make_step()
-        admit(rows, sampler, step, (0, [7, 8], (5, 6), GREEDY), (1, [7, 9], (8, 9), GREEDY))
+        model, input_batch, sampler, step = make_step()
+        admit(input_batch, sampler, step, (0, [7, 8], (5, 6), GREEDY), (1, [7, 9], (8, 9), GREEDY))
         step.load(decodes((0, 1), (1, 1)), 2)
         eager(step, 2, SamplingKind.GREEDY)
         cache = model.cache.clone()
-        step.load(decodes((1, 2)), 4)  # row 0 has left; its place in the batch is padding now
+        step.load(
+            decodes((1, 2)), 4
+        )  # row 0 has finished; its position in the batch is padding now
         eager(step, 4, SamplingKind.GREEDY)
         batch = model.prepared[-1]
         assert batch.slot_mapping.tolist() == [[8 * BLOCK + 2, 0, 0, 0]]
@@ -213,44 +225,44 @@ def test_padding_writes_the_null_block_alone():
         assert torch.equal(model.cache, cache)
 
 
-def test_only_what_the_device_lacks_is_uploaded(monkeypatch):
+def test_only_changes_are_uploaded(monkeypatch):
     shipped = []
 
-    def counted(device, *arrays):
+    def recording_ship(device, *arrays):
         shipped.append([array.size for array in arrays])
         return ship(device, *arrays)
 
     ship = decode_step.ship
-    monkeypatch.setattr(decode_step, "ship", counted)
+    monkeypatch.setattr(decode_step, "ship", recording_ship)
     with torch.inference_mode():
-        _, rows, sampler, step = make_step()
-        admit(rows, sampler, step, (0, [7, 8], (5, 6), GREEDY), (1, [7, 9], (8, 9), GREEDY))
+        _, input_batch, sampler, step = make_step()
+        admit(input_batch, sampler, step, (0, [7, 8], (5, 6), GREEDY), (1, [7, 9], (8, 9), GREEDY))
         for later in range(3):
             step.load(decodes((0, 1 + later), (1, 1 + later)), 2)
             eager(step, 2, SamplingKind.GREEDY)
-        # rows, 2 lengths, 2 tokens, 4 table entries, 2 columns, 2 seeds; then nothing
+        # Rows, 2 positions, 2 tokens, 4 table entries, 2 x 4 parameters, 2 seeds; then nothing.
         assert shipped == [[2, 2, 2, 2, 2, 4, 4, 2, 8, 2, 2]]
         grown = decodes((0, 4), (1, 4))
         grown.table_updates.append(TableUpdate(1, 0, 2, (11,)))
-        rows.update(grown)
+        input_batch.update(grown)
         step.update(grown)
         step.load(grown, 2)
         assert shipped[1:] == [[2, 0, 0, 0, 0, 1, 1, 0, 0, 0, 0]]
-        assert step.held.tables[0, 1, :3].tolist() == [8, 9, 11]
+        assert step.device_batch.tables[0, 1, :3].tolist() == [8, 9, 11]
 
 
-def test_after_a_step_that_failed_nothing_is_taken_for_known():
+def test_after_a_failed_step_all_inputs_are_uploaded_again():
     with torch.inference_mode():
-        _, rows, sampler, step = make_step()
-        admit(rows, sampler, step, (0, [7, 8], (5, 6), GREEDY))
-        step.load(decodes((0, 1)), 1)  # and the step itself never runs
+        _, input_batch, sampler, step = make_step()
+        admit(input_batch, sampler, step, (0, [7, 8], (5, 6), GREEDY))
+        step.load(decodes((0, 1)), 1)  # but the step does not run
         again = StepPlan(step=2, released=list(range(8)))
-        rows.update(again)
+        input_batch.update(again)
         step.update(again)
-        admit(rows, sampler, step, (0, [1, 2, 3], (5, 6), GREEDY))
+        admit(input_batch, sampler, step, (0, [1, 2, 3], (5, 6), GREEDY))
         step.load(decodes((0, 2)), 1)
-        assert step.held.lengths[0] == 2
-        assert rows.pool[0] == 3
+        assert step.device_batch.next_positions[0] == 2
+        assert input_batch.pool[0] == 3
 
 
 # --- the whole runner, with torch attention -------------------------------------------------------
@@ -287,7 +299,7 @@ PARAMS = {
 
 
 def close(gpu, engine):
-    """Closes an engine after it replayed its decodes on ordered streams."""
+    """Closes an engine; checks that it has replayed decodes, without unordered accesses."""
     engine.close()
     assert gpu.num_replayed > 10
     assert not gpu.disorder
@@ -307,7 +319,7 @@ def test_replayed_decodes_give_the_tokens_of_eager_ones(name, overlap):
         close(gpu, engine)
 
 
-def test_mixed_kinds_in_one_batch():
+def test_a_batch_may_mix_sampling_kinds():
     names = ["greedy", "drawn", "top_k", "filtered"]
     expected = [plain(PARAMS[name], (9,))[0] for name in names]
     prompts = random_prompts(1, [9]) * 4

@@ -42,12 +42,14 @@ def test_greedy_64_tokens_equal_transformers(family, dtype):
         predicted = logits[len(prompt) - 1 : -1]
         assert predicted.argmax(-1).tolist() == output
         logprobs = predicted.log_softmax(-1)[range(64), output]
-        ours = torch.tensor([entry[0].logprob for entry in request.sequences[0].extras.logprobs])
-        torch.testing.assert_close(ours.double(), logprobs.double(), atol=1e-4, rtol=0)
+        reported = torch.tensor(
+            [entry[0].logprob for entry in request.sequences[0].extras.logprobs]
+        )
+        torch.testing.assert_close(reported.double(), logprobs.double(), atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("options", [{}, {"long_prefill_threshold": 7}, {"num_kv_blocks": 9}])
-def test_prompt_logprobs_from_a_token_on_are_those_of_all(options):
+def test_prompt_logprobs_start_limits_the_prompt_logprobs(options):
     """This includes earlier tokens from the prefix cache, and a small pool with preemptions."""
     directory = checkpoint("llama")
     prompt = random_prompts(1, [70])[0]
@@ -59,8 +61,8 @@ def test_prompt_logprobs_from_a_token_on_are_those_of_all(options):
         )
         for start in (0, 50, 33, 99)
     ]  # fmt: skip
-    whole = make_engine(directory, enable_prefix_caching=False)
-    expected = [request.prompt_logprobs for request in run(whole, prompts, params[0])]
+    uncached = make_engine(directory, enable_prefix_caching=False)
+    expected = [request.prompt_logprobs for request in run(uncached, prompts, params[0])]
     engine = make_engine(directory, block_size=16, max_num_seqs=2, **options)
     for start, logprobs, request in zip(
         (0, 50, 33, 99), expected, run(engine, prompts, params), strict=True

@@ -17,13 +17,13 @@ from tests.support.engines import checkpoint, greedy, make_engine, random_prompt
 PROMPTS = random_prompts(3, [21, 40, 9])
 
 
-def test_bytes_of_a_block():
+def test_block_sizes_in_bytes():
     sizes = {"block_size": 16, "head_dim": 128, "dtype": torch.float16}
     layer = block_bytes(num_kv_heads=32, num_layers=1, **sizes)
     assert (layer, 32 * layer) == (262_144, 8_388_608)
     assert block_bytes(num_kv_heads=8, num_layers=1, **sizes) == 65_536
-    whole = block_bytes(num_kv_heads=8, num_layers=80, **sizes)
-    assert (whole, num_blocks_for_bytes(43 * 10**9, whole)) == (5_242_880, 8_201)
+    model = block_bytes(num_kv_heads=8, num_layers=80, **sizes)
+    assert (model, num_blocks_for_bytes(43 * 10**9, model)) == (5_242_880, 8_201)
     assert doctest.testmod(kv_cache).failed == doctest.testmod(memory).failed == 0
 
 
@@ -42,46 +42,46 @@ def test_bytes_of_a_block():
     ],
     ids=str,
 )
-def test_a_size_out_of_reach_is_named(options):
+def test_a_size_beyond_the_memory_raises_with_the_option(options):
     """In version 3.12 these raised OSError, OverflowError, MemoryError and ValueError."""
     name, value = list(options.items())[-1]
-    shown = f"HostTier gib={value[0].gib}" if name == "kv_tiers" else f"{name}={value}"
+    option = f"HostTier gib={value[0].gib}" if name == "kv_tiers" else f"{name}={value}"
     if name == "block_size":
-        shown = "num_kv_blocks=8"
-    with pytest.raises(ConfigError, match=re.escape(shown) + ".* asks for .*: lower it"):
+        option = "num_kv_blocks=8"
+    with pytest.raises(ConfigError, match=re.escape(option) + ".* needs .*: lower it"):
         make_engine(checkpoint("qwen3"), **options)
 
 
-def test_memory_that_the_system_refuses_is_an_error_of_the_tree(monkeypatch):
+def test_a_failed_allocation_is_a_config_error(monkeypatch):
     """A size below the machine's memory, but above the process's limit, failed in version 3.12."""
 
-    def refuse(*args, **kwargs):
+    def fail(*args, **kwargs):
         raise OSError(12, "Cannot allocate memory")
 
-    monkeypatch.setattr(kv_cache.mmap, "mmap", refuse)
-    with pytest.raises(ConfigError, match=r"no room for 0\.0 GiB of KV blocks.*num_kv_blocks=64"):
+    monkeypatch.setattr(kv_cache.mmap, "mmap", fail)
+    with pytest.raises(ConfigError, match=r"no memory for 0\.0 GiB of KV blocks.*num_kv_blocks=64"):
         make_engine(checkpoint("qwen3"), num_kv_blocks=64)
 
 
-def test_one_tensor_is_allocated_once():
+def test_the_cache_is_one_tensor_that_is_allocated_once():
     engine = make_engine(checkpoint("qwen3"))
     cache = engine.executor.kv_cache.kv
     layers = engine.executor.model.attention_layers
     views = [view for layer in layers for view in (layer.cache.k_cache, layer.cache.v_cache)]
-    places = {view.data_ptr() for view in views}
+    addresses = {view.data_ptr() for view in views}
     run(engine, PROMPTS, greedy(12))
     assert engine.executor.kv_cache.kv is cache
-    assert len(places) == len(views) >= 4, "each layer has keys and values of its own"
-    assert places == {
+    assert len(addresses) == len(views) >= 4, "each layer has its own keys and values"
+    assert addresses == {
         view.data_ptr() for layer in layers for view in (layer.cache.k_cache, layer.cache.v_cache)
     }
     end = cache.data_ptr() + cache.nbytes
-    assert all(cache.data_ptr() <= place < end for place in places)
+    assert all(cache.data_ptr() <= address < end for address in addresses)
     info = engine.info
     assert cache.nbytes == info.num_kv_blocks * info.block_bytes
 
 
-def test_a_token_lies_in_its_tables_block_at_its_offset():
+def test_a_key_is_in_the_block_of_its_table_at_its_offset():
     keys = {}
     for block_size in (8, 32):
         engine = make_engine(checkpoint("qwen3"), block_size=block_size)
@@ -104,7 +104,7 @@ def test_a_token_lies_in_its_tables_block_at_its_offset():
         torch.testing.assert_close(small, large)
 
 
-def test_the_pool_is_sized_by_blocks_or_by_memory():
+def test_the_pool_size_is_set_in_blocks_or_in_gib():
     assert make_engine(checkpoint("qwen3"), num_kv_blocks=9, block_size=8).info.num_kv_blocks == 9
     engine = make_engine(checkpoint("qwen3"), kv_cache_gib=0.001)
     assert engine.info.num_kv_blocks == int(0.001 * GIB) // engine.info.block_bytes

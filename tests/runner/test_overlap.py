@@ -1,7 +1,7 @@
 """The overlapped loop: a step is launched before the previous one is committed, with equal results.
 
-The first half uses a FakeExecutor that runs a plan only when its result is awaited. The second half
-uses the real runner, whose samples arrive on the host as late as possible. test_invisible.py has
+The first half uses a FakeExecutor that runs a plan only when its result is requested. The second
+half uses the real runner, with downloads that arrive as late as possible. test_invisible.py has
 the matrix of features, test_core_machines.py random sequences of operations.
 """
 
@@ -58,7 +58,7 @@ class Log:
         scheduler.commit = logged_commit
 
 
-def test_a_step_is_launched_before_the_one_before_it_is_taken_in():
+def test_a_step_is_launched_before_the_previous_one_is_committed():
     engine = make_engine(overlap=True)
     log = Log(engine)
     engine.add_request("a", [1, 2, 3], params(3, ignore_eos=True))
@@ -69,7 +69,7 @@ def test_a_step_is_launched_before_the_one_before_it_is_taken_in():
         "plan 2", "launch 2", "commit 1",
         "plan 3", "launch 3", "commit 2", "commit 3",
     ]  # fmt: skip
-    assert engine.executor.plans[3].rows == [], "the last token is known to be the last"
+    assert engine.executor.plans[3].rows == [], "the step after the last token is empty"
     plain = make_engine()
     log = Log(plain)
     plain.add_request("a", [1, 2, 3], params(2, ignore_eos=True))
@@ -78,7 +78,7 @@ def test_a_step_is_launched_before_the_one_before_it_is_taken_in():
     assert log.events == [f"{event} {step}" for step in range(2) for event in order]
 
 
-def test_a_token_past_the_end_is_dropped():
+def test_a_token_after_the_end_is_dropped():
     engine = make_engine(overlap=True)
     request = engine.add_request("a", [5], params(60, stop_token_ids=[*range(9)]))
     run(engine)
@@ -86,16 +86,18 @@ def test_a_token_past_the_end_is_dropped():
     assert seq.finish_reason == "stop"
     assert seq.output_token_ids == expected_output([5], seq.seed, 60, seq.stop_ids)
     steps = [plan for plan in engine.executor.plans if plan.rows]
-    assert len(steps) == seq.num_output_tokens + 1, "one step more than tokens: the over-run"
+    assert len(steps) == seq.num_output_tokens + 1, (
+        "one step more than tokens, because the last one was already launched"
+    )
     assert engine.stats().output_tokens == seq.num_output_tokens
     assert engine.stats().active_blocks == 0
     assert not engine.scheduler.has_unfinished
 
 
-def most_under_way(engine):
+def max_steps_in_flight(engine):
     """The largest number of steps in flight."""
     run(engine)
-    return engine.executor.most_queued
+    return engine.executor.max_queued
 
 
 def test_drafts_are_verified_before_the_next_step_is_planned():
@@ -106,9 +108,9 @@ def test_drafts_are_verified_before_the_next_step_is_planned():
     engine.finish_in_flight()
     set_drafts(engine.scheduler, request.sequences[0], (1, 2))
     run(engine)
-    at = log.events.index("launch 1")
+    index = log.events.index("launch 1")
     assert engine.executor.plans[1].draft_token_ids
-    assert log.events[at + 1 : at + 3] == ["commit 1", "plan 2"]
+    assert log.events[index + 1 : index + 3] == ["commit 1", "plan 2"]
 
 
 def test_a_chooser_sees_each_step_before_the_next_is_planned():
@@ -120,18 +122,18 @@ def test_a_chooser_sees_each_step_before_the_next_is_planned():
         vocab_size=50,
     )
     engine.add_request("a", range(1, 9), search.sampling_params, chooser=search)
-    assert most_under_way(engine) == 1
+    assert max_steps_in_flight(engine) == 1
     assert len(search.hypotheses) == 2
 
 
-def test_what_does_not_need_to_wait_does_not():
+def test_forks_of_n_do_not_disable_overlap():
     engine = make_engine(overlap=True)
     for i in range(3):
         engine.add_request(str(i), range(1, 9 + i), params(9, n=2, ignore_eos=True))
-    assert most_under_way(engine) == 2
+    assert max_steps_in_flight(engine) == 2
 
 
-def test_stores_to_a_tier_do_not_hold_up_the_next_step():
+def test_stores_to_a_tier_do_not_delay_the_next_step():
     cost = CostModel(host=LoadCost(1), disk=LoadCost(1))
     engine = make_engine(
         overlap=True,
@@ -174,7 +176,7 @@ def test_an_abort_between_two_steps_leaves_nothing(after, which):
             assert (seq.finish_reason == "abort") is (request.request_id in which)
 
 
-def test_abort_all_and_close_with_a_step_under_way():
+def test_abort_all_and_close_with_a_step_in_flight():
     engine = make_engine(overlap=True)
     engine.add_request("a", range(1, 9), params(9, ignore_eos=True))
     engine.step()
@@ -183,7 +185,7 @@ def test_abort_all_and_close_with_a_step_under_way():
     assert not engine.has_unfinished() and not engine.scheduler.has_unfinished
     again = engine.add_request("a", range(1, 9), params(5, ignore_eos=True))
     engine.step()
-    assert engine.executor.queue, "a step is under way"
+    assert engine.executor.queue, "a step is in flight"
     run(engine)
     (seq,) = again.sequences
     assert seq.output_token_ids == expected_output(range(1, 9), seq.seed, 5, ())
@@ -193,12 +195,12 @@ def test_abort_all_and_close_with_a_step_under_way():
     assert engine.executor.closed
 
 
-def test_a_fork_needs_to_see_all_tokens():
+def test_a_fork_requires_that_no_step_is_in_flight():
     engine = make_engine(overlap=True)
     request = engine.add_request("a", range(1, 9), params(6, ignore_eos=True))
     engine.step()
     engine.step()
-    with pytest.raises(RequestError, match=r"settle\(\)"):
+    with pytest.raises(RequestError, match=r"finish_in_flight\(\)"):
         engine.fork("a")
     engine.finish_in_flight()
     assert request.sequences[0].num_output_tokens == 2
@@ -211,7 +213,7 @@ def test_a_fork_needs_to_see_all_tokens():
     assert second.output_token_ids == expected
 
 
-def test_requests_that_settle_ends_are_told_by_the_next_step():
+def test_requests_that_finish_in_flight_are_returned_by_the_next_step():
     engine = make_engine(overlap=True)
     engine.add_request("a", range(1, 9), params(1, ignore_eos=True))
     engine.step()
@@ -245,7 +247,7 @@ def test_overlap_is_a_bool_or_none(value):
         EngineConfig(model="m", overlap=value)
 
 
-def test_a_cpu_does_not_overlap_unless_asked_to():
+def test_overlap_is_off_by_default_on_a_cpu():
     options = {"max_model_len": 64}
     assert not engines.make_engine(checkpoint("qwen3"), **options).overlap
     assert engines.make_engine(checkpoint("qwen3"), overlap=True, **options).overlap
@@ -266,7 +268,7 @@ FOLLOWING = {
 
 
 @pytest.mark.parametrize("name", FOLLOWING)
-def test_processors_and_reports_are_the_same_in_both_loops(name):
+def test_processors_and_logprobs_are_the_same_in_both_loops(name):
     options = {"block_size": 8, "num_kv_blocks": 26}
     plain, overlapped = (
         engines.run(
@@ -289,7 +291,7 @@ def _logprobs(seq):
     return [] if seq.extras is None else seq.extras.logprobs or []
 
 
-def test_bad_words_of_a_token_that_is_still_under_way():
+def test_bad_words_see_a_token_that_is_in_flight():
     prompt = PROMPTS[3]
     engine = engines.make_engine(checkpoint("qwen3"))
     ((sampled,),) = tokens(engines.run(engine, [prompt], greedy(6)))
@@ -298,22 +300,22 @@ def test_bad_words_of_a_token_that_is_still_under_way():
     for overlap in (False, True):
         engine = engines.make_engine(checkpoint("qwen3"), overlap=overlap)
         engine.add_request("a", prompt, greedy(6), bad_word_ids=words)
-        (request,) = _all_of(engine)
+        (request,) = _finish_all(engine)
         found.append(request.sequences[0].output_token_ids)
     assert found[0] == found[1]
     assert found[0][:3] == sampled[:3] and found[0][3] != sampled[3]
 
 
-def _all_of(engine):
+def _finish_all(engine):
     finished = []
     while engine.has_unfinished():
         finished += engine.step()
     return finished
 
 
-def test_aborts_beside_others_and_rows_that_pass_on():
-    """There are few rows, so an aborted sequence's row is reused while its step still runs."""
-    truth = {}
+def test_aborts_during_steps_and_reused_rows():
+    """With two rows, the row of an aborted sequence is reused while its step is in flight."""
+    expected = {}
     for overlap in (False, True):
         engine = engines.make_engine(
             checkpoint("qwen3"), overlap=overlap, max_num_seqs=2, block_size=8, num_kv_blocks=20
@@ -327,32 +329,32 @@ def test_aborts_beside_others_and_rows_that_pass_on():
                 engine.abort(str(step // 4))
             if engine.has_unfinished():
                 engine.step()
-        _all_of(engine)
+        _finish_all(engine)
         check(engine.scheduler)
         assert engine.stats().active_blocks == 0
         for request in requests:
             (seq,) = request.sequences
             if seq.finish_reason == "length":
-                known = truth.setdefault(request.request_id, seq.output_token_ids)
+                known = expected.setdefault(request.request_id, seq.output_token_ids)
                 assert seq.output_token_ids == known
-    assert truth
+    assert expected
 
 
-def test_the_host_is_told_only_of_rows_that_still_belong_to_who_sampled():
-    rows = InputBatch(
+def test_tokens_are_stored_only_in_rows_of_their_sequence():
+    input_batch = InputBatch(
         max_num_seqs=2, max_model_len=8, block_size=4, num_groups=1, device=torch.device("cpu")
     )
     old = AdmittedSequence(0, 10, [1, 2, 3], 3, 0, params(), 0)
-    rows.update(StepPlan(step=0, admitted=[old, old._replace(row=1, seq_id=11)]))
+    input_batch.update(StepPlan(step=0, admitted=[old, old._replace(row=1, seq_id=11)]))
     at = np.array([0, 1])
     lines = SamplingIndices(
-        entries=at, rows=at, seq_ids=rows.seq_ids[at], positions=np.array([3, 3]),
+        entries=at, rows=at, seq_ids=input_batch.seq_ids[at], positions=np.array([3, 3]),
         rows_on_device=torch.from_numpy(at),
     )  # fmt: skip
     new = AdmittedSequence(0, 12, [7, 8, 9, 6], 4, 0, params(), 0)
-    rows.update(StepPlan(step=1, released=[0], admitted=[new]))
-    rows.write(lines, np.array([50, 51]))
-    assert rows.token_ids[:, :4].tolist() == [[7, 8, 9, 6], [1, 2, 3, 51]]
+    input_batch.update(StepPlan(step=1, released=[0], admitted=[new]))
+    input_batch.write_host(lines, np.array([50, 51]))
+    assert input_batch.token_ids[:, :4].tolist() == [[7, 8, 9, 6], [1, 2, 3, 51]]
 
 
 @pytest.mark.parametrize("kind", ["cumulative", "delta"])
@@ -379,20 +381,20 @@ def test_streams_and_stop_strings_are_the_same_in_both_loops(kind):
     assert found[0][1].keys() == {0, 1}
 
 
-def test_an_exception_in_the_middle_of_the_runner_leaves_a_usable_engine(monkeypatch):
+def test_an_exception_in_the_runner_leaves_a_usable_engine(monkeypatch):
     options = {"block_size": 8, "num_kv_blocks": 40, "long_prefill_threshold": 4}
     engine = engines.make_engine(checkpoint("qwen3"), overlap=True, **options)
     runner = engine.executor
     expected = tokens(engines.run(engine, PROMPTS, greedy(8)))
-    options = runner.need_step_sampler()
-    places = (runner, "_run"), (options.scorer, "score"), (options, "await_tokens")
-    for part, name in places:
+    sampler = runner.ensure_step_sampler()
+    methods = (runner, "_run"), (sampler.scorer, "score"), (sampler, "expect_tokens")
+    for owner, name in methods:
         for i, prompt in enumerate(PROMPTS):
             engine.add_request(str(i), prompt, params(8, temperature=0, prompt_logprobs=0))
         engine.step()
         with monkeypatch.context() as patch:
-            patch.setattr(part, name, lambda *_: 1 / 0)
+            patch.setattr(owner, name, lambda *_: 1 / 0)
             with pytest.raises(ZeroDivisionError):
-                _all_of(engine)
+                _finish_all(engine)
         assert not engine.has_unfinished() and not engine.scheduler.has_unfinished
         assert tokens(engines.run(engine, PROMPTS, greedy(8))) == expected

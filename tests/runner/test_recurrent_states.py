@@ -1,5 +1,5 @@
-"""Linear-attention and SSM models: tokens match the plain run whatever the engine does, and the
-cost of a decode does not grow with its context."""
+"""Linear-attention and SSM models: all features generate the tokens of single prompts, and the cost
+of a decode does not grow with its context."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ CASES = {
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("case", CASES)
-def test_tokens_are_those_of_each_prompt_alone(family, case):
+def test_tokens_match_single_prompts(family, case):
     engine = engine_of(family, **CASES[case])
     for _ in range(2):
         assert tokens(run(engine, PROMPTS, PARAMS[1])) == expected(family)
@@ -62,15 +62,15 @@ def test_tokens_are_those_of_each_prompt_alone(family, case):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_forks_part_with_their_states(family):
-    """There are more sequences than rows: some wait, and compute the end of the prompt again."""
+def test_forks_have_their_own_states(family):
+    """With more sequences than rows, some wait, and compute the end of their prompt again."""
     found = tokens(run(engine_of(family), PROMPTS, PARAMS[3]))
     assert found == expected(family, 3)
     assert all(len({tuple(ids) for ids in answers}) > 1 for answers in found)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_snapshots_come_back_from_host_memory(family):
+def test_snapshots_are_loaded_from_host_memory(family):
     tiers = (HostTier(gib=0.01, policy="load"),)
     engine = engine_of(family, num_kv_blocks=30, max_model_len=200, kv_tiers=tiers)
     storage, loaded = engine.executor.tier_storage["host"], []
@@ -88,28 +88,28 @@ def test_snapshots_come_back_from_host_memory(family):
     assert states and len(loaded) > 10 + len(states)
 
 
-def test_what_is_not_there_yet_is_refused_by_name(tmp_path):
+def test_unsupported_options_raise(tmp_path):
     tiers = (HostTier(gib=0.01), DiskTier(path=str(tmp_path), gib=0.01))
-    with pytest.raises(ConfigError, match="a DiskTier is not implemented for models whose layers"):
+    with pytest.raises(ConfigError, match="DiskTier is not supported for models with recurrent"):
         engine_of("qwen3_5", kv_tiers=tiers)
     for target, draft in (("qwen3_5", "ngram"), ("qwen3", checkpoint("qwen3_5"))):
         with pytest.raises(ConfigError, match=r"speculative: drafts can.t .* whose layers keep"):
             engine_of(target, speculative=draft)
 
 
-def test_the_memory_plan_counts_states():
+def test_the_memory_plan_includes_recurrent_states():
     engine = engine_of("qwen3_5", num_kv_blocks=None, kv_cache_gib=0.001)
     memory, layout = engine.executor.memory, engine.scheduler.block_manager.layout
-    kept = 2 * (4 * 16 * 24 + 3 * (2 * 2 * 16 + 4 * 24)) * 8
+    state_bytes = 2 * (4 * 16 * 24 + 3 * (2 * 2 * 16 + 4 * 24)) * 8
     assert layout == memory.layout
-    assert layout.state_bytes == kept
-    taken = layout.num_states * kept + memory.kv_bytes
-    assert 0.9 < taken / (0.001 * 2**30) <= 1
+    assert layout.state_bytes == state_bytes
+    used = layout.num_states * state_bytes + memory.kv_bytes
+    assert 0.9 < used / (0.001 * 2**30) <= 1
     assert "states: 10 of 0.03 MiB, each as much as 32 tokens" in str(memory)
-    assert engine.executor.kv_cache.states.nbytes == 11 * kept
+    assert engine.executor.kv_cache.states.nbytes == 11 * state_bytes
 
 
-class Work(TorchDispatchMode):
+class CountBytes(TorchDispatchMode):
     """Counts the bytes that all operations read and write."""
 
     num_bytes = 0
@@ -123,13 +123,13 @@ class Work(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_decode_does_the_same_work_however_long_its_context_is(family):
+def test_the_work_of_a_decode_is_independent_of_the_context_length(family):
     engine = engine_of(family, max_model_len=512, num_kv_blocks=200)
     work = []
-    for layer in engine.executor.model.state_layers:
+    for layer in engine.executor.model.recurrent_layers:
 
         def counted(*args, forward=layer.forward):
-            with Work() as counter:
+            with CountBytes() as counter:
                 out = forward(*args)
             work.append(counter.num_bytes)
             return out
@@ -151,7 +151,7 @@ def test_a_decode_does_the_same_work_however_long_its_context_is(family):
 
 @pytest.mark.parametrize("count", [1, 5, CHUNK, 2 * CHUNK + 9])
 @pytest.mark.parametrize("position", [0, 1, CHUNK - 1, CHUNK])
-def test_chunks_give_what_single_tokens_give(count, position):
+def test_chunks_match_single_tokens(count, position):
     inputs = random_inputs(count)
     states = torch.randn(2, 3, 8, 6, dtype=torch.float64)
     first, one = states[1].clone(), torch.tensor([1])
@@ -161,7 +161,7 @@ def test_chunks_give_what_single_tokens_give(count, position):
     assert torch.allclose(last, states[1], rtol=1e-10, atol=1e-12)
 
 
-def test_a_prompt_cut_at_a_chunk_has_the_same_bits():
+def test_a_prompt_split_at_a_chunk_boundary_has_the_same_bits():
     inputs = DeltaInputs(*(tensor.float() for tensor in random_inputs(3 * CHUNK)))
     zero = torch.zeros(3, 8, 6)
     whole, last = scan(inputs, zero, 0)
@@ -171,7 +171,7 @@ def test_a_prompt_cut_at_a_chunk_has_the_same_bits():
     assert torch.equal(end, last)
 
 
-def test_a_convolution_has_the_same_bits_in_a_chunk():
+def test_a_convolution_of_a_chunk_has_the_bits_of_single_tokens():
     conv = CausalConv(4, 6, bias=True, picked=(6, torch.arange(6)), context=make_context())
     torch.manual_seed(0)
     conv.weight.copy_(torch.randn(4, 6))

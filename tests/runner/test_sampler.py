@@ -1,4 +1,5 @@
-"""The sampling pipeline against a plain-Python reference, statistics, neighbours and edge cases.
+"""The sampling pipeline: a reference in plain Python, statistics, independence of other rows, edge
+cases.
 
 The reference (`reference_token`) samples one row with lists and Python integers, in the order that
 the pipeline documents. The fast path must always give the same token.
@@ -16,7 +17,7 @@ from nanoengine.runner.sampling.draw import (
     DrawParams,
     argmax,
     draw,
-    draw_widening,
+    draw_top_p,
     mix,
     top_candidates,
 )
@@ -129,8 +130,8 @@ def reference_token(logits, sequence, position, eos=EOS):
 def random_params(rng, vocab_size):
     """Random parameters that use every feature sometimes; ids are within the vocabulary."""
 
-    def some_ids(most):
-        return [rng.randrange(vocab_size) for _ in range(rng.randint(1, most))]
+    def some_ids(max_count):
+        return [rng.randrange(vocab_size) for _ in range(rng.randint(1, max_count))]
 
     def now_and_then(value, otherwise=None, chance=0.25):
         return value if rng.random() < chance else otherwise
@@ -153,8 +154,8 @@ def random_params(rng, vocab_size):
 
 
 def random_sequence(rng, row, vocab_size):
-    def ids(most):
-        return [rng.randrange(vocab_size) for _ in range(rng.randint(0, most))]
+    def ids(max_count):
+        return [rng.randrange(vocab_size) for _ in range(rng.randint(0, max_count))]
 
     prompt, output = [1, *ids(20)], ids(10)
     ends = [(*prompt, *output)[-n:] for n in range(3)]
@@ -170,7 +171,7 @@ def random_sequence(rng, row, vocab_size):
 
 
 @pytest.mark.parametrize("vocab_size", [5, 64, 131, 1000, 9000])
-def test_every_row_gets_the_token_of_the_plain_python_twin(vocab_size):
+def test_every_row_gets_the_token_of_the_python_reference(vocab_size):
     rng = random.Random(vocab_size)
     num_rows = 60 if vocab_size < 5000 else 16
     sequences = [random_sequence(rng, row, vocab_size) for row in range(num_rows)]
@@ -208,7 +209,7 @@ class Capture:
         self.seen += logits[torch.tensor(lines)].clone()
 
 
-def test_flat_lines_widen_the_candidates_until_the_filters_are_covered():
+def test_flat_lines_get_more_candidates_until_the_filters_are_covered():
     vocab_size = 9000
     flat = torch.rand(8, vocab_size, generator=torch.Generator().manual_seed(0)) / 10
     sequences = [
@@ -280,7 +281,7 @@ def test_random_numbers_are_splitmix64_and_uniform():
 
 @pytest.mark.parametrize("uniform", [0.0, 0.5, 1 - 2.0**-53])
 @pytest.mark.parametrize(
-    ("draw_one", "min_p"), [(draw, 0.0), (draw_widening, 0.0), (draw_widening, 1e-15)]
+    ("draw_one", "min_p"), [(draw, 0.0), (draw_top_p, 0.0), (draw_top_p, 1e-15)]
 )
 def test_tokens_without_probability_are_never_drawn(uniform, draw_one, min_p):
     x = torch.full((1, 640), -torch.inf)
@@ -343,10 +344,10 @@ def test_drawn_frequencies_match_the_probabilities(params, vary):
     assert chi_square(counts, p) < limit((p > 0).sum() - 1)
 
 
-# --- neighbours, forks, preemption --------------------------------------------------------------
+# --- other rows, forks, preemption --------------------------------------------------------------
 
 
-def test_results_do_not_depend_on_batch_neighbours(monkeypatch):
+def test_results_do_not_depend_on_other_rows(monkeypatch):
     rng = random.Random(0)
     vocab_size, num_rows = 3000, 32
     sequences = [random_sequence(rng, row, vocab_size) for row in range(num_rows)]
@@ -400,7 +401,7 @@ STATEFUL = SamplingParams(
 )
 
 
-def test_a_readmitted_sequence_goes_on_as_if_it_had_never_left():
+def test_a_preempted_sequence_continues_as_without_preemption():
     """The sequence has more tokens than the initial capacity of a penalty state."""
     words = ((6, 7), (8,), (9, 1, 2))
     known = {"params": STATEFUL, "prompt": range(100), "seed": 11, "bad_word_ids": words}
@@ -426,7 +427,7 @@ def test_a_fork_continues_its_parent_with_its_own_seed_and_history():
         assert run(fresh, 0, 8, 12, vocab_size) == tokens
 
 
-def test_a_reused_row_keeps_nothing_of_its_predecessor():
+def test_a_reused_row_keeps_no_state():
     x = torch.tensor([[0.0, 5.0, 4.0]])
     sampler = sampler_of(3, admitted(0, SamplingParams(temperature=0, logit_bias={1: -9})), eos=())
     assert sampler.sample(x, [0], [3]).token_ids.tolist() == [2]
@@ -452,7 +453,7 @@ def test_lines_after_drafts_are_sampled_as_if_the_drafts_were_accepted():
         processors=(together,),
     )
     sampled = sampler.sample(logits, [1, 1, 1, 1, 0], [3, 4, 5, 6, 3], {1: drafts})
-    edited = [x for x in together.seen if x.isinf().any()]  # row 0 bans nothing
+    edited = [x for x in together.seen if x.isinf().any()]  # row 0 bans no token
     assert len(edited) == 4
     for line in range(4):
         alone = Capture()
@@ -498,7 +499,7 @@ def test_a_vocabulary_of_one_token():
     ids=str,
 )  # fmt: skip
 @pytest.mark.parametrize("bad", ["nan", "all nan", "-inf", "+inf"])
-def test_a_bad_line_is_an_error_of_its_own(params, bad):
+def test_a_line_with_invalid_logits_is_an_error_of_its_row(params, bad):
     num_rows, vocab_size = 5, 500
     sampler = sampler_of(
         vocab_size,
@@ -531,7 +532,7 @@ def test_sampling_does_not_change_the_logits():
         assert torch.equal(logits, before)
 
 
-def test_sizes_out_of_range_are_refused():
+def test_sizes_out_of_range_raise():
     with pytest.raises(ValueError, match="vocab_size must be in"):
         Sampler(2**19 + 1, 4)
 

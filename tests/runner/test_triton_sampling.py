@@ -1,4 +1,4 @@
-"""The sampling kernel, interpreted: the tokens of its torch reference, and their distribution."""
+"""The sampling kernel in Triton's interpreter, compared with its reference implementation."""
 
 import numpy as np
 import pytest
@@ -34,14 +34,14 @@ def small(monkeypatch):
 
 
 @pytest.fixture(params=[(64, 128), (8, 16), (2, 2)])
-def room(request, monkeypatch):
-    """Capacities for candidates: always enough after filters, sometimes too few, too few."""
-    set_room(monkeypatch, *request.param)
+def candidate_capacity(request, monkeypatch):
+    """Number and capacity of candidates: always, sometimes and never enough for the filters."""
+    set_capacity(monkeypatch, *request.param)
 
 
-def set_room(monkeypatch, width, room):
-    monkeypatch.setattr(triton_sampling, "WIDTH", width)
-    monkeypatch.setattr(triton_sampling, "ROOM", room)
+def set_capacity(monkeypatch, num_candidates, capacity):
+    monkeypatch.setattr(triton_sampling, "NUM_CANDIDATES", num_candidates)
+    monkeypatch.setattr(triton_sampling, "CAPACITY", capacity)
 
 
 def params_of(num_lines, size, temperature=1.0, top_k=None, top_p=1.0, min_p=0.0, uniform=0.5):
@@ -50,12 +50,12 @@ def params_of(num_lines, size, temperature=1.0, top_k=None, top_p=1.0, min_p=0.0
     return torch.from_numpy(np.stack(rows)).to(DEVICE)
 
 
-def twin(logits, params, kind):
+def reference(logits, params, kind):
     return sample_on_device(logits.cpu(), DrawParams(params.cpu()), kind)[0].tolist()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_draws_the_tokens_of_its_twin(dtype):
+def test_drawn_tokens_match_the_reference(dtype):
     num_lines, size = 16, 150
     rng = np.random.default_rng(1)
     logits = random_logits(1, num_lines, size).to(DEVICE, dtype)
@@ -65,16 +65,16 @@ def test_draws_the_tokens_of_its_twin(dtype):
         uniform=uniforms_of(np.arange(num_lines), np.full(num_lines, 7)),
     )  # fmt: skip
     ids, valid = sample_lines(logits, params, draws=True, filters=False)
-    assert ids.tolist() == twin(logits, params, SamplingKind.DRAWN)
+    assert ids.tolist() == reference(logits, params, SamplingKind.DRAWN)
     assert valid.all()
-    assert sample_lines(logits, params, False, False)[0].tolist() == twin(
+    assert sample_lines(logits, params, False, False)[0].tolist() == reference(
         logits, params, SamplingKind.GREEDY
     )
 
 
-@pytest.mark.usefixtures("room")
+@pytest.mark.usefixtures("candidate_capacity")
 @pytest.mark.parametrize(("dtype", "num_lines"), [(torch.float16, 8), (torch.float32, 3)])
-def test_filters_as_its_twin(dtype, num_lines):
+def test_filtered_tokens_match_the_reference(dtype, num_lines):
     size, rng = 70, np.random.default_rng(2)
     logits = random_logits(3, num_lines, size).to(DEVICE, dtype)
     logits[:, 0] = 0.0
@@ -85,12 +85,12 @@ def test_filters_as_its_twin(dtype, num_lines):
     )  # fmt: skip
     params[0, 1], params[1:4, 2] = 0.0, torch.tensor([size, 1.0, 0.0])  # one greedy, one plain
     ids, _ = sample_lines(logits, params, draws=True, filters=True)
-    assert ids.tolist() == twin(logits, params, SamplingKind.FILTERED)
+    assert ids.tolist() == reference(logits, params, SamplingKind.FILTERED)
 
 
 def adversarial():
-    """Rows of 66 logits: ties, two zeros, -inf, a single token, flat, steps, one above ties, and
-    all likely tokens in one lane."""
+    """Lines of 66 logits: ties, +0 and -0, -inf, a single token, flat, steps, one token above ties,
+    and all likely tokens in one lane."""
     ties = torch.arange(66).remainder(3).float()
     zeros = torch.where(torch.arange(66) % 2 == 0, -0.0, 0.0)
     holes = torch.where(torch.arange(66) % 5 == 0, torch.arange(66) / 9.0, -torch.inf)
@@ -101,9 +101,9 @@ def adversarial():
     return torch.stack([ties, zeros, holes, one_hot, torch.full((66,), -7.0), steps, above, lane])
 
 
-@pytest.mark.usefixtures("room")
+@pytest.mark.usefixtures("candidate_capacity")
 @pytest.mark.parametrize("filters", [{"top_k": 30, "top_p": 0.5}, {"top_p": 0.4}, {"min_p": 0.3}])
-def test_what_filters_leave_ends_where_the_sort_says(filters):
+def test_the_last_token_that_filters_keep_matches_a_sort(filters):
     logits = adversarial()
     params = params_of(len(logits), 66, **filters, uniform=ALMOST_ONE)
     ids, valid = sample_lines(logits.half().to(DEVICE), params, draws=True, filters=True)
@@ -113,7 +113,7 @@ def test_what_filters_leave_ends_where_the_sort_says(filters):
     assert valid.all()
 
 
-def test_the_best_token_is_the_first_of_equals():
+def test_greedy_selects_the_first_of_equal_tokens():
     logits = adversarial().to(DEVICE)
     ids, valid = sample_lines(logits, params_of(len(logits), 66), draws=False, filters=False)
     assert ids.tolist() == [2, 0, 65, 65, 0, 65, 40, 1]
@@ -121,7 +121,7 @@ def test_the_best_token_is_the_first_of_equals():
 
 
 def passes(monkeypatch, temperature, **filters):
-    """How often the kernel reads a typical row of 2,000 logits, and how many search calls it makes.
+    """The number of passes of the kernel over a typical line of 2,000 logits, and of search calls.
 
     The logits fall from 20 with the logarithm of the rank, as word frequencies do, with noise. They
     are rounded to bfloat16 and searched as bfloat16.
@@ -140,13 +140,13 @@ def passes(monkeypatch, temperature, **filters):
     logits = logits[torch.randperm(size, generator=generator)].bfloat16().float()[None]
     params = params_of(1, size, temperature=temperature, **filters, uniform=0.4)
     ids, _ = sample_lines(logits.to(DEVICE), params, draws=True, filters=True)
-    assert ids.tolist() == twin(logits, params, SamplingKind.FILTERED)
+    assert ids.tolist() == reference(logits, params, SamplingKind.FILTERED)
     return len(read) / triton.cdiv(size, 256), len(searched)
 
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="counts calls of the interpreter")
 @pytest.mark.parametrize(
-    ("temperature", "filters", "most_read", "searches", "most"),
+    ("temperature", "filters", "max_reads", "searches", "max_calls"),
     [
         (0.6, {"top_k": 20, "top_p": 0.95}, 3, 0, 0),
         (1.0, {"top_k": 64}, 4, 0, 0),
@@ -157,22 +157,24 @@ def passes(monkeypatch, temperature, **filters):
         (1.0, {"top_k": 100}, None, 2, 9),
     ],
 )
-def test_how_often_a_line_is_read(monkeypatch, temperature, filters, most_read, searches, most):
+def test_the_number_of_passes_over_a_line(
+    monkeypatch, temperature, filters, max_reads, searches, max_calls
+):
     """Usually all tokens that pass the filters are candidates. The kernel then reads once for the
     best token per lane, again until no lane has further ones (twice with as few lanes as here), and
     without top_k once more for the sum. With too few candidates, a search costs half a pass per
     bit: about 8 of the 16 bits of bfloat16 over the keys of tokens with a weight."""
-    if most_read:
+    if max_reads:
         read, searched = passes(monkeypatch, temperature, **filters)
-        assert read <= most_read and searched == 0
+        assert read <= max_reads and searched == 0
     if searches:
-        set_room(monkeypatch, 2, 2)
+        set_capacity(monkeypatch, 2, 2)
         _, searched = passes(monkeypatch, temperature, **filters)
-        assert 4 * searches < searched <= most * searches
+        assert 4 * searches < searched <= max_calls * searches
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-def test_a_line_without_a_valid_token_is_told_and_neighbours_change_nothing(bad):
+def test_an_invalid_line_is_reported_and_other_lines_keep_their_tokens(bad):
     logits = random_logits(2, 3, 100).half().to(DEVICE)
     params = params_of(3, 100, uniform=[0.1, 0.5, 0.9], top_p=[1.0, 0.9, 1.0])
     alone = [sample_lines(logits[i : i + 1], params[:, i : i + 1], True, True)[0] for i in (0, 2)]

@@ -49,7 +49,7 @@ from nanoengine.kernels import triton_quantized as quantized_kernels
 from nanoengine.layers import triton_experts, triton_linear, triton_quantized
 from nanoengine.layers.causal_conv import CausalConv
 from nanoengine.layers.triton_experts import Stack, StackForm, TritonExperts
-from nanoengine.layers.triton_linear_attention import TritonDelta, delta_gates, gate_norm
+from nanoengine.layers.triton_linear_attention import TritonDelta, delta_gates, gated_rms_norm
 from nanoengine.layers.triton_mamba import TritonMamba
 from nanoengine.models.triton import TritonKernels
 from nanoengine.runner.sampling.triton_sampling import sample_lines
@@ -60,8 +60,8 @@ from tests.support.model_helpers import DenseAttention, make_context
 from tests.support.recurrent_states import delta_plan
 
 
-class Catch:
-    """Replaces a kernel and records the arguments of its launch."""
+class LaunchRecorder:
+    """Replaces a kernel and records the arguments of its launches."""
 
     def __init__(self, kernel, launches):
         self.kernel, self.launches = kernel, launches
@@ -71,9 +71,9 @@ class Catch:
 
 
 @contextlib.contextmanager
-def caught_launches():
+def recorded_launches():
     """Yields a list to which (kernel, arguments, options) are appended instead of launching."""
-    caught, originals = [], []
+    recorded, originals = [], []
     for module in (
         store_kernels, kernels, layer_kernels, triton_gemm, expert_kernels,
         triton_routing, triton_sampling, triton_linear_attention,
@@ -82,8 +82,8 @@ def caught_launches():
         for name, value in list(vars(module).items()):
             if isinstance(value, triton.runtime.JITFunction) and name.endswith("_kernel"):
                 originals.append((module, name, value))
-                setattr(module, name, Catch(value, caught))
-    yield caught
+                setattr(module, name, LaunchRecorder(value, recorded))
+    yield recorded
     for module, name, value in originals:
         setattr(module, name, value)
 
@@ -92,16 +92,16 @@ def launches(arch, dtype, head_dim, block_size, num_kv_heads, group_size, what):
     """The launches of the backend and the layers for one mixed batch."""
     TritonBackend.device_type = None  # Why: only the shapes of the CPU tensors below are used.
     if what == "latents":
-        with caught_launches() as caught:
+        with recorded_launches() as recorded:
             run_latents(dtype, arch)
-        return caught
+        return recorded
     case = make_case(
         (1, 40), (30, 50), num_kv_heads=num_kv_heads, group_size=group_size,
         head_dim=head_dim, block_size=block_size, dtype=dtype, fp8=what == "fp8",
         sinks=None if what in ("all", "heads") else 1.0,
     )  # fmt: skip
     case.batch.max_seq_len = 1000  # more than one split
-    with caught_launches() as caught:
+    with recorded_launches() as recorded:
         backend = TritonBackend(
             device=torch.device("cpu"), dtype=torch.float16, head_dim=head_dim,
             block_size=block_size,
@@ -124,7 +124,7 @@ def launches(arch, dtype, head_dim, block_size, num_kv_heads, group_size, what):
             run_states(dtype)
             run_latents(dtype, arch)
             run_mamba(dtype)
-    return caught
+    return recorded
 
 
 def run_latents(dtype, arch, rank=512, rope=64):
@@ -136,7 +136,7 @@ def run_latents(dtype, arch, rank=512, rope=64):
             block_size=64, dtype=dtype,
         )  # fmt: skip
         cache = LayerCache(case.k_cache, case.v_cache, replace(case.spec, value_dim=rank))
-        backend = latent_kernels.TritonLatentBackend(
+        backend = latent_kernels.TritonMLABackend(
             device=torch.device("cpu"), dtype=torch.float16, head_dim=rank + rope, block_size=64
         )
         backend.arch, backend.dtype = arch, dtype
@@ -206,15 +206,21 @@ def run_experts(dtype, hidden=2048, inner=768):
     for tokens in (2, 512, 4096):
         mixture(torch.zeros(tokens, hidden, dtype=dtype))
     moe = mixture.router.moe
-    more = replace(moe, num_experts=512, num_experts_per_tok=10)
+    many_experts = replace(moe, num_experts=512, num_experts_per_tok=10)
     groups = replace(moe, num_experts=256, score="sigmoid", num_groups=8, groups_per_token=4)
-    near = replace(moe, num_experts=16, num_experts_per_tok=2, score="sparsemixer", jitter=0.01)
-    for form, correction in ((more, None), (groups, torch.zeros(256)), (near, None)):
+    sparse_mixer = replace(
+        moe, num_experts=16, num_experts_per_tok=2, score="sparsemixer", jitter=0.01
+    )
+    for form, correction in (
+        (many_experts, None),
+        (groups, torch.zeros(256)),
+        (sparse_mixer, None),
+    ):
         triton_experts.route(torch.zeros(2, form.num_experts, dtype=dtype), correction, form, 16)
 
 
 def mixture_of(gate_up, down, dtype):
-    """Experts with biases, with these numbers of inputs and inner outputs."""
+    """Experts with biases, with these two stacks of weights."""
     experts, both, hidden = gate_up.shape
     mixture = TritonExperts.__new__(TritonExperts)
     mixture.activate = lambda gate_up: gate_up.new_empty(len(gate_up), both // 2)
@@ -274,7 +280,7 @@ def run_states(dtype):
     delta.step(qkv[:1], gates[:1], gates[:1], slots, slots)
     delta_gates(gates[0], gates[0], torch.zeros(100, 64, dtype=dtype))
     heads = torch.zeros(100, 32, 128)
-    gate_norm(torch.zeros(128, dtype=dtype), heads, heads.to(dtype), 1e-6)
+    gated_rms_norm(torch.zeros(128, dtype=dtype), heads, heads.to(dtype), 1e-6)
     pieces = SegmentChunks(torch.zeros(2, 5, dtype=torch.int64), torch.zeros(2, dtype=torch.int64))
     wave = ScanStep(tokens=slice(0), reads=slots, writes=slots, pieces=pieces)
     delta.scan(qkv, gates, gates, wave, torch.zeros(100, 32, 128))
@@ -289,7 +295,7 @@ def run_mamba(dtype):
         inner, slots = heads * value, torch.zeros(1, dtype=torch.int64)
         plan = replace(
             delta_plan(groups, heads, key_dim=key, value_dim=value), kind="mamba",
-            channels=inner + 2 * groups * key, norm="behind",
+            channels=inner + 2 * groups * key, norm="after_gate",
         )  # fmt: skip
         states, gates = torch.zeros(2, plan.size), torch.zeros(100, heads)
         conv = CausalConv(
@@ -389,7 +395,7 @@ def name_of(kernel, options):
     if name == "quantized_gemm_kernel":
         groups = "_in_32s" if options["GROUP"] == 32 else ""
         return f"{options['FORM']}{groups}_gemm_{options['M']}"
-    if name == "latent_kernel":
+    if name == "mla_kernel":
         return f"latent_{'decode' if options['A'].split else 'prompt'}_{options['HEADS']}"
     if name == "sample_kernel":
         return "filtered_sample_kernel" if options["FILTER"] else "drawn_sample_kernel"
@@ -417,8 +423,8 @@ def compiled(index):
     """The figures of one launch."""
     target, name, kernel, args, options = LAUNCHES[index]
     arch = int(target.split(",")[0])
-    made = compile_launch(kernel, args, options, arch)
-    return {"target": target, "kernel": name} | report(kernel, made)
+    binary = compile_launch(kernel, args, options, arch)
+    return {"target": target, "kernel": name} | report(kernel, binary)
 
 
 def main():

@@ -10,7 +10,7 @@ import re
 
 NO_PRODUCTS = {
     "rotate_store_kernel", "rms_norm_kernel", "gate_kernel",
-    "filtered_sample_kernel", "drawn_sample_kernel", "turn_latents_kernel", "merge_kernel",
+    "filtered_sample_kernel", "drawn_sample_kernel", "rotate_latents_kernel", "merge_kernel",
     "conv_step_kernel", "conv_scan_kernel", "conv_keep_kernel", "delta_step_kernel",
     "gates_kernel", "gate_norm_kernel", "mamba_gates_kernel", "mamba_step_kernel",
     "mamba_norm_kernel", "mamba_step_kernel_256", "mamba_norm_kernel_256",

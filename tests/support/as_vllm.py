@@ -35,7 +35,7 @@ def run_here(program: Path, *arguments: str, monkeypatch: pytest.MonkeyPatch) ->
     runpy.run_path(str(program), run_name="__main__")
 
 
-def run_apart(
+def run_in_process(
     *arguments: str, cwd: Path, code: int = 0, **variables: str
 ) -> subprocess.CompletedProcess[str]:
     """Runs `python -m nanoengine.as_vllm ARGUMENTS`; its exit status must be `code`."""

@@ -39,8 +39,8 @@ CPUS = {
 }
 
 TILES: dict[str, tuple[str, str, dict[str, Any]]] = {
-    # name: module, intrinsic, and its arguments that are not int64: the element type of an array,
-    # or a literal, given directly or as a name of the module
+    # name: module, intrinsic, and the types of its arguments that are not int64: the element type
+    # of an array, or the name of a constant of the module, which becomes a literal
     "attention, float32": (
         "attention_microkernels", "line_tile",
         {"a": "float32", "b": "float32", "c": "float32", "factors": "float32",
@@ -56,18 +56,18 @@ TILES: dict[str, tuple[str, str, dict[str, Any]]] = {
         {"a": "uint32", "b": "uint32", "c": "float32", "factors": "float32",
          "rows": "ROWS", "vectors": "VECTORS"},
     ),
-    "attention beside weights, float32": (
-        "attention_microkernels", "_add_and_weigh",
+    "attention, interleaved softmax, float32": (
+        "attention_microkernels", "_add_and_softmax",
         {"scores": "float32", "weights": "float32", "maximum": "float32", "total": "float32",
          "factors": "float32", "b": "float32", "sums": "float32"},
     ),
-    "attention beside weights, bfloat16 products": (
-        "attention_microkernels", "_add_and_weigh",
+    "attention, interleaved softmax, bfloat16 products": (
+        "attention_microkernels", "_add_and_softmax",
         {"scores": "float32", "weights": "uint32", "maximum": "float32", "total": "float32",
          "factors": "float32", "b": "uint32", "sums": "float32"},
     ),
     "weight-only, one row": (
-        "dequant", "multiply_widened",
+        "dequant", "matmul_dequantized",
         {"x": "float32", "w": "int8", "zeros": "float32", "scales": "float32",
          "start": "float32", "out": "float32"},
     ),
@@ -79,6 +79,7 @@ STACK = re.compile(r"\(%rsp\)|\[sp(?:\]|, #)")  # at a fixed offset
 
 @cache
 def target(cpu: str) -> binding.TargetMachine:
+    """LLVM's compiler for a CPU of `CPUS`."""
     binding.initialize_all_targets()
     binding.initialize_all_asmprinters()
     found = binding.Target.from_triple(CPUS[cpu][0])
@@ -87,7 +88,7 @@ def target(cpu: str) -> binding.TargetMachine:
 
 def assembly_of(cpu: str, write: Callable[[ir.Module], object]) -> str:
     """The assembly of what `write` adds to a module, with numba's optimizations."""
-    module = ir.Module("gemm")
+    module = ir.Module("tiles")
     module.triple = CPUS[cpu][0]
     write(module)
     for function in module.functions:
@@ -118,7 +119,7 @@ def inner_loops(text: str) -> list[list[str]]:
             spans.append((labels[jump[1]], at))
     inner = [
         (lo, hi) for lo, hi in spans
-        if not any((lo, hi) != other and lo <= other[0] and other[1] <= hi for other in spans)
+        if not any((lo, hi) != nested and lo <= nested[0] and nested[1] <= hi for nested in spans)
     ]  # fmt: skip
     return [
         [line for line in lines[lo : hi + 1] if line and not line.startswith(".")]
@@ -138,21 +139,21 @@ def intrinsic_in(module: ir.Module, name: str) -> None:
     from numba import types
     from numba.core.registry import cpu_target
 
-    room, tile, special = TILES[name]
-    home = import_module(f"nanoengine.kernels.{room}")
-    intrinsic, context = getattr(home, tile), cpu_target.target_context
+    module_name, intrinsic_name, argument_types = TILES[name]
+    kernel_module = import_module(f"nanoengine.kernels.{module_name}")
+    intrinsic, context = getattr(kernel_module, intrinsic_name), cpu_target.target_context
     context.refresh()
     kinds = []
     for argument in list(inspect.signature(intrinsic._defn).parameters)[1:]:
-        given = special.get(argument, types.int64)
-        if isinstance(given, str) and hasattr(types, given):
-            given = types.Array(getattr(types, given), 1, "C")
-        elif isinstance(given, str):
-            given = types.literal(getattr(home, given))
-        kinds.append(given)
+        kind = argument_types.get(argument, types.int64)
+        if isinstance(kind, str) and hasattr(types, kind):
+            kind = types.Array(getattr(types, kind), 1, "C")
+        elif isinstance(kind, str):
+            kind = types.literal(getattr(kernel_module, kind))
+        kinds.append(kind)
     signature, codegen = intrinsic._defn(cpu_target.typing_context, *kinds)
-    of = ir.FunctionType(ir.VoidType(), [context.get_value_type(kind) for kind in kinds])
-    function = ir.Function(module, of, "tile")
+    function_type = ir.FunctionType(ir.VoidType(), [context.get_value_type(kind) for kind in kinds])
+    function = ir.Function(module, function_type, "tile")
     builder = ir.IRBuilder(function.append_basic_block())
     codegen(context, builder, signature, function.args)
     builder.ret_void()
@@ -166,12 +167,12 @@ def intrinsics_on(cpu: str) -> dict[str, str]:
     triple, name = CPUS[cpu]
     (needs,) = (isa.needs for isa in ISAS if isa.name == name)
     flags = ",".join(f"+{feature}" for feature in needs)
-    believed = {"NUMBA_CPU_NAME": cpu, "NUMBA_CPU_FEATURES": flags}
+    variables = {"NUMBA_CPU_NAME": cpu, "NUMBA_CPU_FEATURES": flags}
     if triple == ARM:  # numba itself keeps the host's CPU
-        believed = {"NUMBA_CPU_FEATURES": "+sse2"}
+        variables = {"NUMBA_CPU_FEATURES": "+sse2"}
     done = subprocess.run(
         [sys.executable, "-m", "tests.support.assembly", cpu],
-        capture_output=True, text=True, check=False, env=os.environ | believed,
+        capture_output=True, text=True, check=False, env=os.environ | variables,
         cwd=Path(__file__).resolve().parents[2],
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -130,7 +130,7 @@ class Paged:
         return tuple(x.unflatten(1, (-1, self.head_dim)) for x in parts)
 
     def stored(self, rows: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
-        """Rows [..., D] as the cache holds them."""
+        """Rows [..., D] as they are stored in the cache."""
         kind = self.kv_dtype or self.dtype
         if self.fp8:
             return to_fp8(rows, scale)

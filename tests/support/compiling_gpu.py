@@ -108,7 +108,7 @@ class CompilingGPU(EmulatedGPU):
         out = super()._launch(func, name, args, kwargs)
         if "empty" in name:
             for tensor in tensors_of(out):
-                tensor.held.fill_(tensor.dtype == torch.bool)  # type: ignore[attr-defined]
+                tensor.host_tensor.fill_(tensor.dtype == torch.bool)  # type: ignore[attr-defined]
         return out
 
     def _replacements(self) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from nanoengine.core.sequence import Sequence as CoreSequence
 from nanoengine.engine import LLMEngine
-from nanoengine.features.drafting import Drafting, DraftProposal
+from nanoengine.features.speculative.drafting import Drafting, DraftProposal
 
 
 class EagerDrafting(Drafting):
@@ -17,13 +17,13 @@ class EagerDrafting(Drafting):
     def needs_tokens(self) -> bool:
         return True
 
-    def _counts(
-        self, sequences: Sequence[CoreSequence], guesses: Sequence[DraftProposal]
+    def _num_drafts(
+        self, sequences: Sequence[CoreSequence], proposals: Sequence[DraftProposal]
     ) -> list[int]:
-        for seq, guess in zip(sequences, guesses, strict=True):
-            self._asked[seq.row] = self._track(seq)
-            self._asked[seq.row].kind = guess.kind
-        return [guess.count for guess in guesses]
+        for seq, proposal in zip(sequences, proposals, strict=True):
+            self._proposed[seq.row] = self._history(seq)
+            self._proposed[seq.row].kind = proposal.kind
+        return [proposal.count for proposal in proposals]
 
 
 def draft_always(engine: LLMEngine) -> LLMEngine:

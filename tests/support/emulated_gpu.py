@@ -12,8 +12,9 @@
     memory    bytes allocated now and at the peak; torch does not see the memory of graphs
     Triton    kernels run in its interpreter; each launch is first bound by Triton's own binder
 
-It does not cover speed, races inside a kernel, and the rounding of 16-bit dtypes. Copies finish at
-once, so lateness shows in clocks only. A capture runs the recorded calls, which a GPU does not.
+It does not cover speed, races inside a kernel, and the rounding of 16-bit dtypes. Copies finish
+immediately; only the clocks show that a GPU finishes them later. Unlike on a GPU, a capture also
+runs the recorded calls.
 """
 
 from __future__ import annotations
@@ -63,8 +64,8 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
 
 
-def place() -> str:
-    """The calling function of the package."""
+def call_site() -> str:
+    """The function of the package that is calling."""
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None:
         path = frame.f_code.co_filename
@@ -128,21 +129,22 @@ class Storage:
 
 
 class GPUTensor(torch.Tensor):
-    """A tensor that reports `cuda:0` and wraps `held`, which is on the CPU."""
+    """A tensor that reports `cuda:0` and wraps `host_tensor`, which is on the CPU."""
 
     gpu: EmulatedGPU
-    held: torch.Tensor
+    host_tensor: torch.Tensor
 
     @staticmethod
-    def __new__(cls, gpu: EmulatedGPU, held: torch.Tensor) -> GPUTensor:
-        made = torch.Tensor._make_wrapper_subclass(
-            cls, held.size(), strides=held.stride(), storage_offset=held.storage_offset(),
-            dtype=held.dtype, device=CUDA,
+    def __new__(cls, gpu: EmulatedGPU, host_tensor: torch.Tensor) -> GPUTensor:
+        tensor = torch.Tensor._make_wrapper_subclass(
+            cls, host_tensor.size(), strides=host_tensor.stride(),
+            storage_offset=host_tensor.storage_offset(),
+            dtype=host_tensor.dtype, device=CUDA,
         )  # fmt: skip
-        made.gpu, made.held = gpu, held
-        key = gpu.add(held)
-        weakref.finalize(made, gpu.drop, key).atexit = False
-        return made
+        tensor.gpu, tensor.host_tensor = gpu, host_tensor
+        key = gpu.add(host_tensor)
+        weakref.finalize(tensor, gpu.drop, key).atexit = False
+        return tensor
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
@@ -150,7 +152,7 @@ class GPUTensor(torch.Tensor):
         return gpu.run(func, args, kwargs or {})
 
     def data_ptr(self) -> int:
-        return self.held.data_ptr()
+        return self.host_tensor.data_ptr()
 
     def tolist(self) -> Any:
         return self.cpu().tolist()
@@ -162,7 +164,7 @@ class GPUTensor(torch.Tensor):
         return False
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
-        return f"GPUTensor({self.held!r})"
+        return f"GPUTensor({self.host_tensor!r})"
 
     # Why by hand: these methods of torch query the device's driver, which does not exist.
 
@@ -188,7 +190,7 @@ class GPUTensor(torch.Tensor):
         kept = [e for e in entries if not isinstance(e, (int, np.integer))]
         found = [torch.as_tensor(e) if isinstance(e, (np.ndarray, list)) else e for e in kept]
         tensors = [e if isinstance(e, torch.Tensor) else None for e in found]
-        view = GPUTensor(self.gpu, self.held[tuple(simple)])
+        view = GPUTensor(self.gpu, self.host_tensor[tuple(simple)])
         return view, tensors if any(by_tensor) else []
 
     def __getitem__(self, index: Any) -> torch.Tensor:
@@ -233,18 +235,18 @@ class Graph:
 
     @property
     def pool_bytes(self) -> int:
-        return sum(len(held) for held in self.fresh.values())
+        return sum(len(host_tensor) for host_tensor in self.fresh.values())
 
     def replay(self) -> None:
         gpu = self.gpu
         assert gpu.capturing is None
         gpu.num_replayed += 1
-        for held, writes, name in self.touched:
-            gpu.touch(held, writes, f"graph: {name}")
+        for host_tensor, writes, name in self.touched:
+            gpu.touch(host_tensor, writes, f"graph: {name}")
         with _disable_current_modes(), torch.inference_mode():
             for graph in gpu.graphs:
-                for held in graph.fresh.values():
-                    held.fill_(0xFF)  # a NaN in any float dtype
+                for host_tensor in graph.fresh.values():
+                    host_tensor.fill_(0xFF)  # a NaN in any float dtype
             for call in self.calls:
                 call()
 
@@ -294,15 +296,15 @@ class EmulatedGPU:
         """Makes the host wait until the device has reached `clock`; None: finished all work."""
         if self.capturing is not None:
             raise RuntimeError(f"operation not permitted when stream is capturing: {what}")
-        self.waits[f"{what}, {place()}"] += 1
+        self.waits[f"{what}, {call_site()}"] += 1
         for known in [stream.clock for stream in self.streams] if clock is None else [clock]:
             self.host_clock |= known
 
-    def add(self, held: torch.Tensor) -> int:
+    def add(self, host_tensor: torch.Tensor) -> int:
         """Counts a tensor's storage once; returns its key."""
-        key = held.untyped_storage()._cdata
+        key = host_tensor.untyped_storage()._cdata
         if key not in self._storages:
-            num_bytes = -(-held.untyped_storage().nbytes() // 512) * 512
+            num_bytes = -(-host_tensor.untyped_storage().nbytes() // 512) * 512
             self._storages[key] = Storage(self.stream, num_bytes)
             self.num_allocated += num_bytes
             self.peak = max(self.peak, self.num_allocated)
@@ -319,12 +321,12 @@ class EmulatedGPU:
             if not (storage.reads | storage.writes) <= (storage.stream.clock | self.host_clock):
                 self.disorder["memory freed while another stream may still use it"] += 1
 
-    def touch(self, held: torch.Tensor, writes: bool, name: str) -> None:
+    def touch(self, host_tensor: torch.Tensor, writes: bool, name: str) -> None:
         """Records that the current stream reads or writes a tensor."""
         if self.capturing is not None:
-            self.capturing.touched.append((held, writes, name))
+            self.capturing.touched.append((host_tensor, writes, name))
             return
-        storage = self._storages.get(held.untyped_storage()._cdata)
+        storage = self._storages.get(host_tensor.untyped_storage()._cdata)
         if storage is None:  # of a graph's pool: one stream replays all graphs
             return
         stream = self.stream
@@ -333,7 +335,7 @@ class EmulatedGPU:
         seen = (storage.reads | storage.writes) if writes else storage.writes
         if any(at > stream.clock[other] for other, at in seen.items()):
             verb = "writes" if writes else "reads"
-            self.disorder[f"{name} {verb} what another stream uses, {place()}"] += 1
+            self.disorder[f"{name} {verb} what another stream uses, {call_site()}"] += 1
         (storage.writes if writes else storage.reads)[stream] = stream.clock[stream]
 
     def is_pinned(self, tensor: torch.Tensor, device: object = None) -> bool:
@@ -399,7 +401,7 @@ class EmulatedGPU:
                 given = args[i] if i < len(args) else kwargs.get(argument.name)
                 written |= {id(t) for t in tensors_of(given)}
         ours = [t for t in tensors_of((args, kwargs)) if isinstance(t, GPUTensor)]
-        known = {t.held.untyped_storage()._cdata for t in ours}
+        known = {t.host_tensor.untyped_storage()._cdata for t in ours}
         held_args, held_kwargs = tree_map(unwrapped, (args, kwargs))
         out = func(*held_args, **held_kwargs)
         fresh = [t for t in tensors_of(out) if t.untyped_storage()._cdata not in known]
@@ -407,18 +409,18 @@ class EmulatedGPU:
             for tensor in fresh:
                 if tensor.numel() and tensor.dtype != torch.bool:
                     self.capturing.fresh[tensor.untyped_storage()._cdata] = bytes_of(tensor)
-        by_held = {id(t.held): t for t in ours}  # in-place results keep their wrapper
+        by_host_tensor = {id(t.host_tensor): t for t in ours}  # in-place results keep their wrapper
 
         def wrapped(value: Any) -> Any:
-            if not isinstance(value, torch.Tensor) or id(value) in by_held:
-                return by_held.get(id(value), value)
+            if not isinstance(value, torch.Tensor) or id(value) in by_host_tensor:
+                return by_host_tensor.get(id(value), value)
             return GPUTensor(self, value)
 
         results = tree_map(wrapped, out)
         if written or (fresh and "empty" not in name):  # else it is a view
             self.kernels[name] += 1
             for tensor in ours:
-                self.touch(tensor.held, id(tensor) in written, name)
+                self.touch(tensor.host_tensor, id(tensor) in written, name)
             for tensor in fresh:
                 self.touch(tensor, True, name)
             if self.capturing is not None:
@@ -429,14 +431,14 @@ class EmulatedGPU:
         """Copies from the device to the host; asynchronous only to pinned memory, if requested."""
         asked = kwargs.get("non_blocking", len(args) > 2 and args[2])
         self.kernels["download"] += 1
-        self.touch(source.held, False, "download")
+        self.touch(source.host_tensor, False, "download")
         if target == "cpu":
             self.wait("a download", self.stream.clock)
-            return source.held.to(kwargs.get("dtype") or source.dtype, copy=True)
+            return source.host_tensor.to(kwargs.get("dtype") or source.dtype, copy=True)
         if not (asked and self.is_pinned(target)):
             self.wait("a download", self.stream.clock)
         assert self.capturing is None, "a download inside a capture"
-        return target.copy_(source.held)
+        return target.copy_(source.host_tensor)
 
     def _upload(self, target: Any, source: Any, kwargs: Any, args: Any) -> torch.Tensor:
         """Copies from the host to the device."""
@@ -446,11 +448,11 @@ class EmulatedGPU:
             self.wait("an upload")
         assert self.capturing is None, "an upload inside a capture"
         if not isinstance(target, GPUTensor):
-            held = source.to(kwargs.get("dtype") or source.dtype, copy=True)
-            target = GPUTensor(self, held)
+            host_tensor = source.to(kwargs.get("dtype") or source.dtype, copy=True)
+            target = GPUTensor(self, host_tensor)
         else:
-            target.held.copy_(source)
-        self.touch(target.held, True, "upload")
+            target.host_tensor.copy_(source)
+        self.touch(target.host_tensor, True, "upload")
         return target
 
     # --- Triton -------------------------------------------------------------------------------
@@ -460,7 +462,7 @@ class EmulatedGPU:
     ) -> None:
         """Binds a launch as Triton's compiler would, then runs it in the interpreter."""
         name = kernel.fn.__name__
-        held = [unwrapped(argument) for argument in args]
+        host_args = [unwrapped(argument) for argument in args]
         if any(type(argument) is torch.Tensor for argument in args):
             raise ValueError(f"{name}: pointer argument is on the host")
         # Why 0 is fine: Triton's own launcher skips a launch of no programs.
@@ -471,9 +473,11 @@ class EmulatedGPU:
             self._binders[kernel] = create_function_from_signature(
                 compiled.signature, compiled.params, backend
             )
-        self._binders[kernel](*held, **options)
-        run = functools.partial(INTERPRETED_RUN, kernel, *held, grid=grid, warmup=False, **options)
-        tensors = {t.untyped_storage()._cdata: t for t in tensors_of(held)}
+        self._binders[kernel](*host_args, **options)
+        run = functools.partial(
+            INTERPRETED_RUN, kernel, *host_args, grid=grid, warmup=False, **options
+        )
+        tensors = {t.untyped_storage()._cdata: t for t in tensors_of(host_args)}
         with _disable_current_modes():
             before = [bytes_of(tensor).clone() for tensor in tensors.values()]
             run()
@@ -556,10 +560,10 @@ class EmulatedGPU:
             # Why: a check after each sum took a quarter of the time; kernel tests contain it.
             (interpreter_builder, "options", UNCHECKED),
             (torch.Tensor, "is_pinned", lambda t, device=None: self.is_pinned(t)),
-            (torch.Tensor, "to", moved),
+            (torch.Tensor, "to", to_device),
             (torch, "Generator", HostGenerator),
-            (torch, "tensor", made_on_host(torch.tensor)),
-            (torch, "as_tensor", made_on_host(torch.as_tensor)),
+            (torch, "tensor", create_on_host(torch.tensor)),
+            (torch, "as_tensor", create_on_host(torch.as_tensor)),
         ):
             stack.enter_context(mock.patch.object(owner, name, value))
         graphs.capture_stream.cache_clear()
@@ -581,10 +585,10 @@ def with_index(value: Any) -> Any:
 
 
 def unwrapped(value: Any) -> Any:
-    return value.held if isinstance(value, GPUTensor) else value
+    return value.host_tensor if isinstance(value, GPUTensor) else value
 
 
-def moved(tensor: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+def to_device(tensor: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
     """`Tensor.to`, which queries the driver before any dispatch."""
     return TO(tensor, *map(with_index, args), **{k: with_index(v) for k, v in options.items()})
 
@@ -596,15 +600,15 @@ class HostGenerator:
         return GENERATOR("cpu")
 
 
-def made_on_host(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+def create_on_host(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """torch.tensor and torch.as_tensor fill a tensor on its device and bypass the dispatcher."""
 
     @functools.wraps(original)
-    def made(data: Any, *args: Any, device: Any = None, **options: Any) -> torch.Tensor:
+    def create(data: Any, *args: Any, device: Any = None, **options: Any) -> torch.Tensor:
         if device is None or torch.device(device).type != "cuda":
             return original(data, *args, device=device, **options)
         if isinstance(data, GPUTensor):
             return data.to(*args, **options)
         return original(data, *args, **options).to(CUDA)
 
-    return made
+    return create

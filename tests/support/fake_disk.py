@@ -14,7 +14,7 @@ from typing import Any
 from nanoengine.core.layout import KVLayout
 from nanoengine.core.prefix_tree import PrefixTree
 from nanoengine.core.tiers.cost import CostModel, LoadCost
-from nanoengine.core.tiers.disk import DiskCopy, Finished
+from nanoengine.core.tiers.disk import DiskCopy, FinishedCopy
 from nanoengine.core.tiers.lookup import Content
 from nanoengine.core.tiers.tiered_cache import TieredPrefixCache
 
@@ -28,7 +28,7 @@ class FakeDisk:
         self.can_write = True
         self.files: dict[Content, list[int | None]] = {}
         self.queue: deque[DiskCopy] = deque()
-        self.ended: list[Finished] = []
+        self.ended: list[FinishedCopy] = []
         self.closed = False
 
     def scan(self, prefixes: PrefixTree) -> list[Content]:
@@ -52,9 +52,9 @@ class FakeDisk:
             self.host[copy.host_id] = list(slots) if ok and slots else [-1]
             if not ok:
                 self.files.pop(copy.content, None)
-        self.ended.append(Finished(copy, ok, 0.001))
+        self.ended.append(FinishedCopy(copy, ok, 0.001))
 
-    def collect(self, wait_s: float) -> list[Finished]:
+    def collect(self, wait_s: float) -> list[FinishedCopy]:
         for _ in range(min(self.random.choice([0, 0, 1, 2, 6]), len(self.queue))):
             self.finish(ok=self.random.random() < 0.9)
         while self.queue and (wait_s == math.inf or (wait_s and not self.ended)):
@@ -70,7 +70,7 @@ class FakeDisk:
 class QuickDisk(FakeDisk):
     """Each copy is complete when it is polled, and none fails."""
 
-    def collect(self, wait_s: float) -> list[Finished]:
+    def collect(self, wait_s: float) -> list[FinishedCopy]:
         while self.queue:
             self.finish()
         ended, self.ended = self.ended, []

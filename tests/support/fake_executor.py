@@ -34,17 +34,17 @@ ROOT = 0x5EED
 STEP, FIRST = 1, 2  # Why ints: the hash of a string differs between processes
 
 
-def chain(before: int, token_id: int) -> int:
+def chain(prefix: int, token_id: int) -> int:
     """Extends the integer of a prefix by one token."""
-    return hash((before, token_id))
+    return hash((prefix, token_id))
 
 
 def prefix_hashes(token_ids: Iterable[int]) -> list[int]:
     """For each position the integer of the tokens up to and including it."""
-    hashes, before = [], ROOT
+    hashes, prefix = [], ROOT
     for token_id in token_ids:
-        before = chain(before, token_id)
-        hashes.append(before)
+        prefix = chain(prefix, token_id)
+        hashes.append(prefix)
     return hashes
 
 
@@ -131,7 +131,7 @@ class FakeExecutor:
         self.closed = False
         self.delayed = False  # plans run only when their result is awaited
         self.queue: list[StepPlan] = []  # launched and not yet run
-        self.most_queued = 0
+        self.max_queued = 0
         self._results: dict[int, StepResult] = {}
 
     # --- the Executor interface ---------------------------------------------------------------
@@ -146,7 +146,7 @@ class FakeExecutor:
     def launch(self, plan: StepPlan) -> SimpleNamespace:
         assert not self.closed
         self.queue.append(plan)
-        self.most_queued = max(self.most_queued, len(self.queue))
+        self.max_queued = max(self.max_queued, len(self.queue))
         if not self.delayed:
             self.advance()
         return SimpleNamespace(result=lambda: self.result(plan.step))
@@ -171,7 +171,7 @@ class FakeExecutor:
         """Runs a plan and stores its results until `result` is called."""
         self._fail("start")
         self.plans.append(plan)
-        self._update_rows(plan)
+        self._update_batch(plan)
         self._fail("rows")
         self._transfer(plan, "load")
         self._copy_blocks(plan)
@@ -188,11 +188,11 @@ class FakeExecutor:
             self.fail_at = None
             self._results.clear()
             self.queue.clear()
-            raise ExecutorFailure(f"told to fail at {where}")
+            raise ExecutorFailure(f"failed on request at {where}")
 
     # --- rows ---------------------------------------------------------------------------------
 
-    def _update_rows(self, plan: StepPlan) -> None:
+    def _update_batch(self, plan: StepPlan) -> None:
         assert len(set(plan.released)) == len(plan.released), f"released twice: {plan.released}"
         after_failure = plan.released == list(range(self.max_num_seqs))
         for row in plan.released:
@@ -241,7 +241,7 @@ class FakeExecutor:
 
     def _require_free(self, row: int) -> None:
         assert 0 <= row < self.max_num_seqs, f"row {row} of {self.max_num_seqs}"
-        assert row not in self.rows, f"row {row} is taken by seq {self.rows[row].seq_id}"
+        assert row not in self.rows, f"row {row} is used by seq {self.rows[row].seq_id}"
 
     def _transfer(self, plan: StepPlan, kind: str) -> None:
         size = self.layout.block_size
@@ -253,15 +253,15 @@ class FakeExecutor:
             assert len(set(targets)) == len(targets), f"a block is the target twice: {transfer}"
             assert 0 not in transfer.device_ids + transfer.tier_ids, "the null block is moved"
             for device_id, host_id in zip(transfer.device_ids, transfer.tier_ids, strict=True):
-                held, at = self._memory_of(device_id)
+                memory, at = self._memory_of(device_id)
                 if kind == "load":
                     assert len(self.host[host_id]) == at.stop - at.start, "of another size"
-                    held[at] = self.host[host_id]
+                    memory[at] = self.host[host_id]
                 else:
                     # Why: a store runs concurrently with later work. Until its step is awaited, its
-                    # target may hold anything.
+                    # target may contain anything.
                     self.host[host_id] = [-1] * size
-                    self._stores.setdefault(plan.step, []).append((host_id, held[at]))
+                    self._stores.setdefault(plan.step, []).append((host_id, memory[at]))
 
     def _memory_of(self, block_id: int) -> tuple[list[int | None], slice]:
         """The memory of a block or of a state."""
@@ -272,15 +272,15 @@ class FakeExecutor:
 
     def _copy_blocks(self, plan: StepPlan) -> None:
         written: set[int] = set()
-        held: list[list[int | None]] = []
+        contents: list[list[int | None]] = []
         for src, dst in plan.block_copies:
             assert src not in written, "all sources are read before any target is written"
             assert dst not in written, "a block is copied to twice"
             assert src and dst, "the null block is copied"
             written.add(dst)
             memory, at = self._memory_of(src)
-            held.append(memory[at])
-        for (_, dst), slots in zip(plan.block_copies, held, strict=True):
+            contents.append(memory[at])
+        for (_, dst), slots in zip(plan.block_copies, contents, strict=True):
             memory, at = self._memory_of(dst)
             memory[at] = slots
         self.num_copies += len(plan.block_copies)
@@ -316,9 +316,9 @@ class FakeExecutor:
             row = self.rows[row_id]
             row.token_ids += drafts
             row.hashes = prefix_hashes(row.token_ids)
-            most = row.params.max_tokens
-            is_inside = most is None or len(row.token_ids) < row.num_prompt_tokens + most
-            assert is_inside, f"row {row_id}: a draft lies past the end of its sequence"
+            limit = row.params.max_tokens
+            fits = limit is None or len(row.token_ids) < row.num_prompt_tokens + limit
+            assert fits, f"row {row_id}: a draft exceeds the end of its sequence"
 
     def _write(self, plan: StepPlan) -> None:
         """All rows store their keys and values before any row reads."""
@@ -351,16 +351,16 @@ class FakeExecutor:
                         self._check_block(row_id, row, group, index)
 
     def _advance_state(self, row_id: int, row: Row, start: int, end: int) -> None:
-        """A row reads the state before its tokens and writes the states after its blocks, in plan
-        order: a row may read what an earlier row writes in the same step."""
+        """A row reads the state before its tokens and writes the states after its blocks. Rows run
+        in plan order: a row may read what an earlier row writes in the same step."""
         size, table = self.layout.block_size, row.tables[-1]
         first, last = start // size, (end - 1) // size
         base = self.layout.num_blocks
         if start:
             entries = [b for b in table[(start - 1) // size : last + 1] if b]
             assert self.states[entries[0] - base] == row.hashes[start - 1], (
-                f"row {row_id} (seq {row.seq_id}): state {entries[0]} is not that behind"
-                f" position {start - 1}"
+                f"row {row_id} (seq {row.seq_id}): state {entries[0]} is not the state"
+                f" after position {start - 1}"
             )
             self.num_shared_states += entries[0] - base in self._states_written
         assert table[last] != 0, f"row {row_id} writes the null block"
@@ -377,11 +377,11 @@ class FakeExecutor:
         if last <= first:
             return
         slot = row.tables[group][index] * size
-        held = self.slots[slot : slot + last - first]
+        content = self.slots[slot : slot + last - first]
         expected = [h + group for h in row.hashes[first:last]]
-        assert held == expected, (
+        assert content == expected, (
             f"row {row_id} (seq {row.seq_id}), group {group}: block {row.tables[group][index]}"
-            f" does not hold positions {first}..{last - 1} of its prefix"
+            f" does not contain positions {first}..{last - 1} of its prefix"
         )
 
     def _check_reads(self, plan: StepPlan) -> None:
@@ -419,8 +419,8 @@ class FakeExecutor:
             if error is not None:
                 result.errors[entry] = error
             if num_logits == 0:
-                is_told = end < len(row.token_ids) or row.params.max_tokens == 0
-                assert is_told, f"row {row_id}: logits of its end not asked for"
+                no_token = end < len(row.token_ids) or row.params.max_tokens == 0
+                assert no_token, f"row {row_id}: no logits are requested at its end"
                 continue
             assert end == len(row.token_ids), f"row {row_id}: logits before its end"
             assert num_logits == 1 + len(drafts), f"row {row_id}: {num_logits} logits"

@@ -56,7 +56,7 @@ def text_checkpoint(family: str = "qwen3") -> str:
     return directory
 
 
-def make_stage(tokenizer: Tokenizer | None = None) -> Structured:
+def make_grammar_processor(tokenizer: Tokenizer | None = None) -> Structured:
     """The logits processor of structured outputs for this tokenizer, or one that extends it."""
     from nanoengine.features.llguidance_grammars import LLGuidance
 
@@ -72,7 +72,7 @@ class AnyText:
     def __init__(self, mask: int = -1) -> None:
         self.mask = mask
 
-    def compile(self, asked: StructuredOutputs) -> AnyText:
+    def compile(self, spec: StructuredOutputs) -> AnyText:
         return self
 
     def fill(self, grammars: Sequence[AnyText], masks: np.ndarray) -> None:
@@ -99,10 +99,10 @@ class Rows:
     """Rows of a sampler with this tokenizer and random logits."""
 
     def __init__(self, params: Sequence[SamplingParams], seed: int = 0):
-        stage = make_stage()
+        processor = make_grammar_processor()
         for one in params:
-            stage.check(one)
-        self.sampler = Sampler(VOCAB_SIZE, len(params), (EOS,), (stage,))
+            processor.check(one)
+        self.sampler = Sampler(VOCAB_SIZE, len(params), (EOS,), (processor,))
         self.params, self.random = list(params), torch.Generator().manual_seed(seed)
         self.outputs: list[list[int]] = [[] for _ in params]
         self.errors: dict[int, str] = {}

@@ -55,9 +55,9 @@ def make_weight(
     if form.get("mins"):
         mins = halves(groups) * 8
         if form.get("blocks"):
-            most = 16 if size == 16 else 64  # the range of the file's bits
-            mins = torch.randint(0, most, groups, generator=random).to(torch.uint8)
-            scales = torch.randint(0, most, groups, generator=random).to(torch.int8)
+            limit = 16 if size == 16 else 64  # the range of the file's bits
+            mins = torch.randint(0, limit, groups, generator=random).to(torch.uint8)
+            scales = torch.randint(0, limit, groups, generator=random).to(torch.int8)
     factors = halves(blocks) / (127 if mins is None else 1) if form.get("blocks") else None
     if form.get("zeros"):
         zeros = torch.randint(-128, 128, groups, generator=random).float()

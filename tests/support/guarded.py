@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[2]
-HOW = "run them with: make test-guarded"
+HINT = "run them with: make test-guarded"
 
 
 def add_option(parser: pytest.Parser) -> None:
@@ -30,8 +30,8 @@ def add_option(parser: pytest.Parser) -> None:
         "--guarded",
         choices=("changed", "only", "all"),
         default="changed",
-        help="tests that guard rarely changed ground: those whose ground has changed; or them only,"
-        " to write down that they passed; or all, as if they had no guard",
+        help="changed: skip guarded tests whose files have not changed; only: run all guarded"
+        " tests and no others, and record which passed; all: run all tests",
     )
 
 
@@ -50,7 +50,7 @@ def digest_of(root: Path, key: str) -> str:
             path for path in root.glob(glob) if path.is_file() and "__pycache__" not in path.parts
         ]
         if not found:
-            raise pytest.UsageError(f"a guard names no file: {glob!r} in {key!r}")
+            raise pytest.UsageError(f"a guard matches no file: {glob!r} in {key!r}")
         paths.update(found)
     for path in sorted(paths):
         content = path.read_bytes().replace(b"\r\n", b"\n")
@@ -83,7 +83,7 @@ class Guarded:
             for path in (Path(arg.partition("::")[0]) for arg in config.args)
             if path.is_file()
         }
-        self.num_left_out = 0
+        self.num_deselected = 0
         self.is_part = config.args_source is pytest.Config.ArgsSource.ARGS
         self.totals: dict[str, int] = {}
         self.done: Counter[str] = Counter()
@@ -103,16 +103,16 @@ class Guarded:
         totals = Counter(
             key for key, item in zip(keys, items, strict=True) if key and not _is_long(item)
         )
-        chosen, ignored_tensors = [], []
+        selected, deselected = [], []
         for item, key in zip(items, keys, strict=True):
             if key is not None:
                 item.user_properties.append(("guards", [key, totals[key]]))
-            (chosen if self._runs(item, key) else ignored_tensors).append(item)
-        if ignored_tensors:
+            (selected if self._runs(item, key) else deselected).append(item)
+        if deselected:
             if self.mode == "changed":
-                self.num_left_out = sum(not _is_long(item) for item in ignored_tensors)
-            config.hook.pytest_deselected(items=ignored_tensors)
-            items[:] = chosen
+                self.num_deselected = sum(not _is_long(item) for item in deselected)
+            config.hook.pytest_deselected(items=deselected)
+            items[:] = selected
 
     def _runs(self, item: pytest.Item, key: str | None) -> bool:
         if self.mode == "all" or (self.mode == "changed" and item.path in self.named):
@@ -136,10 +136,10 @@ class Guarded:
         """A worker reports how many tests it deselected; the controller writes the digests."""
         if self.is_worker:
             output: dict[str, Any] = session.config.workeroutput  # type: ignore[attr-defined]
-            output["ignored_tensors"] = self.num_left_out
+            output["num_deselected"] = self.num_deselected
         elif self.mode == "only" and not self.is_part and exitstatus in (0, 1):
-            whole = [key for key, total in self.totals.items() if self.done[key] == total]
-            passed = sorted(set(whole) - self.failed)
+            complete = [key for key, total in self.totals.items() if self.done[key] == total]
+            passed = sorted(set(complete) - self.failed)
             text = json.dumps({key: digest_of(self.root, key) for key in passed}, indent=1)
             self.record.write_text(text + "\n", encoding="utf-8")
 
@@ -147,12 +147,12 @@ class Guarded:
     def pytest_testnodedown(self, node: Any) -> None:
         """The number that a pytest-xdist worker deselected; it is the same for all workers."""
         output = getattr(node, "workeroutput", {})
-        self.num_left_out = max(self.num_left_out, output.get("ignored_tensors", 0))
+        self.num_deselected = max(self.num_deselected, output.get("num_deselected", 0))
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         """One line about the tests that did not run."""
-        if self.num_left_out:
+        if self.num_deselected:
             terminalreporter.line(
-                f"{self.num_left_out} tests left out, as what they guard is what they passed with:"
-                f" {HOW}"
+                f"{self.num_deselected} tests were deselected, because their guarded files have not"
+                f" changed since they passed; {HINT}"
             )

@@ -44,16 +44,16 @@ def quicken() -> None:
     remember(core.block_type, lambda element, shape: (element.name, *map(int, shape)), "element_ty")
 
 
-def remember(made: Any, key: Callable[..., Any], *own: str) -> None:
+def remember(cls: Any, key: Callable[..., Any], *own: str) -> None:
     """Objects with equal keys share attributes, except for the leading arguments `own`."""
-    make, known = made.__init__, dict[Any, dict[str, Any]]()
+    make, known = cls.__init__, dict[Any, dict[str, Any]]()
 
-    def init(self: Any, *given: Any) -> None:
-        name = key(*given)
+    def init(self: Any, *args: Any) -> None:
+        name = key(*args)
         if name in known:
-            self.__dict__ |= known[name] | dict(zip(own, given, strict=False))
+            self.__dict__ |= known[name] | dict(zip(own, args, strict=False))
         else:
-            make(self, *given)
+            make(self, *args)
             known[name] = vars(self).copy()
 
-    made.__init__ = init
+    cls.__init__ = init

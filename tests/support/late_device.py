@@ -1,4 +1,4 @@
-"""A late device on the CPU: the runner runs as if on a GPU."""
+"""Downloads that arrive late, and a graph-safe backend, for runs on the CPU as if on a GPU."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from nanoengine.attention.naive import NaiveBackend
 
 
 class LateDownload:
-    """Copies when its result is awaited, which exposes data overwritten by later steps."""
+    """Copies only in `wait`, which shows whether later steps overwrite the data."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._tensors = tensors
@@ -46,7 +46,7 @@ class GraphSafeNaive(NaiveBackend):
         return torch.einsum("skrc,sckd->skrd", scores.softmax(-1), v).flatten(1, 2)
 
 
-def make_graph_safe(name, *, device, dtype, head_dim, block_size, kv_dtype, deterministic, latent):
-    """Replaces `make_backend`; an engine must not use other options."""
-    assert kv_dtype == dtype and not (deterministic or latent), (kv_dtype, deterministic, latent)
+def make_graph_safe(name, *, device, dtype, head_dim, block_size, kv_dtype, deterministic, is_mla):
+    """Replaces `make_backend` for engines without further options."""
+    assert kv_dtype == dtype and not (deterministic or is_mla), (kv_dtype, deterministic, is_mla)
     return GraphSafeNaive(device=device, dtype=dtype, head_dim=head_dim, block_size=block_size)

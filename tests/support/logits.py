@@ -1,4 +1,4 @@
-"""Rows of logits for the tests of samplers."""
+"""Lines of logits for the tests of samplers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from nanoengine.runner.sampling.draw import mix, uniforms
 
 
 def random_logits(seed, num_lines, vocab_size):
-    """Rows of different spread; every other one is rounded, so that ties are common."""
+    """Lines of different spread; every second one is rounded, so that ties are common."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(num_lines, vocab_size, generator=generator) * torch.logspace(
         -2, 1, num_lines
@@ -20,5 +20,5 @@ def random_logits(seed, num_lines, vocab_size):
 
 
 def uniforms_of(seeds, positions):
-    """The random numbers of the seeds of requests."""
+    """The random numbers for seeds of requests."""
     return uniforms(mix(np.asarray(seeds).astype(np.int64)), np.asarray(positions))

@@ -1,4 +1,4 @@
-"""Shared by the model tests: attention without a cache, batches of whole prompts, and building."""
+"""For model tests: attention without a KV cache, batches of whole prompts, and building models."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from nanoengine.runner.options import make_kernels
 
 
 class DenseAttention(AttentionBackend):
-    """Attention over whole prompts without a cache: all keys of a sequence are in its batch."""
+    """Attention over whole prompts without a KV cache: all keys of a sequence are in its batch."""
 
     name, kv_layout, default_block_size, graph_safe = "dense", "PKD", 16, False
 
@@ -33,7 +33,7 @@ class DenseAttention(AttentionBackend):
 
     def store(self, k: torch.Tensor, v: torch.Tensor, cache: LayerCache, batch: Batch) -> None:
         assert cache.k_cache.numel() == cache.v_cache.numel() == 0
-        self.stored[id(cache.k_cache)] = k, v  # a later layer may attend to them again
+        self.stored[id(cache.k_cache)] = k, v  # a later layer may use the same keys and values
 
     def attend(self, q: torch.Tensor, cache: LayerCache, batch: Batch) -> torch.Tensor:
         out, spec = [], cache.spec
@@ -75,7 +75,7 @@ def prefill_batch(prompts: Sequence[Sequence[int]]) -> Batch:
 
 
 def prefill_wave(lengths: Sequence[int]) -> ScanStep:
-    """Prompts of these lengths, whose states are written to slots 1, 2, ..."""
+    """Prompts of these lengths; their final states are written to slots 1, 2, ..."""
     none, ends = torch.empty(0, dtype=torch.int64), itertools.accumulate(lengths)
     spans = [
         SequenceSegment(end - n, end, 0, 0, ((n, slot),))
@@ -100,7 +100,7 @@ def cpu_kernels(
 
 
 def make_context(dtype: torch.dtype = torch.float32, **fields: Any) -> ModelContext:
-    """A context on the CPU in plain torch with dense attention, unless `fields` say otherwise."""
+    """A context in plain torch on the CPU with dense attention; `fields` override it."""
     fields.setdefault("device", torch.device("cpu"))
     fields.setdefault("kernels", Kernels(DenseAttention()))
     return ModelContext(dtype=dtype, **fields)
@@ -122,14 +122,14 @@ def build(
 
 def all_logits(model: CausalLM, prompts: Sequence[Sequence[int]]) -> torch.Tensor:
     """Logits of every position of every prompt, [tokens, vocab_size]."""
-    for layer in model.state_layers:
+    for layer in model.recurrent_layers:
         wide = torch.promote_types(model.model.norm.weight.dtype, torch.float32)
         layer.bind(torch.zeros(1 + len(prompts), model.config.states.size, dtype=wide))
     with torch.inference_mode():
         return model.logits(model.forward(prefill_batch(prompts)))
 
 
-def their_logits(model: Any, prompts: Sequence[Sequence[int]]) -> torch.Tensor:
-    """Like `all_logits`, for a transformers model, prompt by prompt."""
+def transformers_logits(model: Any, prompts: Sequence[Sequence[int]]) -> torch.Tensor:
+    """`all_logits` of a transformers model, prompt by prompt."""
     with torch.inference_mode():
         return torch.cat([model(torch.tensor([prompt])).logits[0] for prompt in prompts])

@@ -1,4 +1,4 @@
-"""Which of the installed packages another machine may lack."""
+"""Installed packages that another machine may not have."""
 
 from __future__ import annotations
 
@@ -11,19 +11,21 @@ NEEDED = ("torch", "triton", "transformers", "safetensors", "xxhash", "numpy")
 """The packages that a machine with a GPU and torch has."""
 
 
-def absent(there: Iterable[str]) -> list[str]:
-    """Modules of all packages that are installed here and that `there` does not depend on."""
-    found, asked = {"pip", "setuptools"}, list(there)
-    while asked:
-        name = canonical(asked.pop())
+def modules_missing_with(packages: Iterable[str]) -> list[str]:
+    """Installed modules that a machine with only `packages` and their dependencies lacks."""
+    found, queue = {"pip", "setuptools"}, list(packages)
+    while queue:
+        name = canonical(queue.pop())
         if name not in found:
             found.add(name)
             with contextlib.suppress(metadata.PackageNotFoundError):
                 requires = metadata.requires(name) or []
-                asked += [re.split(r"[^\w.-]", r)[0] for r in requires if "extra ==" not in r]
+                queue += [re.split(r"[^\w.-]", r)[0] for r in requires if "extra ==" not in r]
     owners = metadata.packages_distributions().items()
-    others = [m for m, names in owners if m.isidentifier() and not found & {*map(canonical, names)}]
-    return sorted({*others} - {"tests", "nanoengine", "benchmarks"})
+    missing = [
+        m for m, names in owners if m.isidentifier() and not found & {*map(canonical, names)}
+    ]
+    return sorted({*missing} - {"tests", "nanoengine", "benchmarks"})
 
 
 def canonical(name: str) -> str:

@@ -1,4 +1,4 @@
-"""The code blocks of README and docs: the kinds of blocks, and how they are tested.
+"""The code blocks of README and docs: their kinds, and how they are tested.
 
 | a block | is | and the test |
 |---|---|---|
@@ -37,9 +37,9 @@ class Block(NamedTuple):
     """A code block of a page.
 
     Attributes:
-        line: where its text begins, from 1.
-        path: of a quotation or a file; its text then excludes that line.
-        why_not: the reason for which it is not run; "" if it is.
+        line: the first line of its text, counted from 1.
+        path: the file of a quotation, or the file to write; the text then excludes this line.
+        why_not: the reason why it is not run; "" if it is run.
     """
 
     page: str
@@ -51,7 +51,7 @@ class Block(NamedTuple):
 
     @property
     def name(self) -> str:
-        """For the test's id."""
+        """The id of a test."""
         return f"{self.page}:{self.line}"
 
 
@@ -69,7 +69,7 @@ WORDS: dict[str, Kind] = {
 
 
 def blocks_of(page: Path) -> list[Block]:
-    """All code blocks of a page, in order.
+    """Returns all code blocks of a page, in order.
 
     Raises:
         AssertionError: a fence has an unknown word.
@@ -87,13 +87,13 @@ def blocks_of(page: Path) -> list[Block]:
 
 
 def _read(match: re.Match[str]) -> tuple[Kind, str, str]:
-    """Kind, text and path of a block."""
+    """Returns kind, text and path of a block."""
     if match["indented"] is not None:
         return "commands", re.sub(r"^    ", "", match["indented"], flags=re.MULTILINE), ""
     word, text = match["word"], match["fenced"]
     if word in WORDS:
         return WORDS[word], text, ""
-    assert word in ("python", "toml"), f"```{word} has no meaning: see tests/support/pages.py"
+    assert word in ("python", "toml"), f"```{word} is not supported: see tests/support/pages.py"
     path = PATH.match(text)
     if path is not None:
         kind: Kind = "quotation" if path[1].startswith("nanoengine/") else "file"
@@ -102,20 +102,21 @@ def _read(match: re.Match[str]) -> tuple[Kind, str, str]:
 
 
 def of_kind(*kinds: Kind) -> list[Block]:
-    """The blocks of these kinds on all pages."""
+    """Returns the blocks of these kinds on all pages."""
     return [block for page in PAGES for block in blocks_of(page) if block.kind in kinds]
 
 
 def output_after(block: Block) -> str | None:
-    """The output that a page shows for a script: the next block if it is `text`."""
+    """Returns the output that a page shows for a script: the next block, if it is `text`."""
     blocks = blocks_of(ROOT / block.page)
     at = blocks.index(block) + 1
     return blocks[at].text if at < len(blocks) and blocks[at].kind == "output" else None
 
 
 def difference(shown: str, printed: str) -> str:
-    """Where the two differ, "" if they don't: `...` matches anything, and a line break matches a
-    space."""
+    """Returns the difference between an output on a page and the real output, "" if there is none.
+
+    `...` matches anything, and a line break matches a space."""
     flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
     checker, example = doctest.OutputChecker(), doctest.Example("", shown)
     # Why: doctest treats a line of `...` as a continuation only in the source.
@@ -132,14 +133,14 @@ class Command(NamedTuple):
 
 
 def commands_of(block: Block) -> list[Command]:
-    """The commands of a console, or of an indented block; comments and `\\` are read as a shell
-    does."""
+    """Returns the commands of a console or an indented block; comments and `\\` are parsed as in a
+    shell."""
     text = block.text.replace("\\\n", " ")
     if block.kind == "commands":
         lines = [line for line in text.splitlines() if line.strip() and line.strip()[0] != "#"]
         return [Command(shlex.split(line, comments=True), "") for line in lines]
     parts = re.split(r"^\$ ", text, flags=re.MULTILINE)
-    assert parts[0] == "", f"{block.name}: a console begins with `$ `"
+    assert parts[0] == "", f"{block.name}: a console must begin with `$ `"
     found = []
     for part in parts[1:]:
         line, _, shown = part.partition("\n")

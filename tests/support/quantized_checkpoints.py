@@ -1,13 +1,13 @@
 """Tiny quantized checkpoints in the published layouts, and the same models as floats.
 
-They follow the formats' own packing code, independently of this package's readers. A matrix of
-integers is drawn as values, scales and zero points. Its float values are returned as the truth, and
-words are filled value by value. 8-bit and 4-bit floats are rounded block by block. Sources:
-AutoGPTQ's `QuantLinear.pack` (qlinear_cuda.py), AutoAWQ's `WQLinear_GEMM.from_linear`,
-compressed-tensors' `pack_to_int32`, `quantize` and `pack_fp4_to_uint8`, transformers'
-`Fp8Quantize`.
+They follow the packing code of each format, independently of this package's readers. A matrix of
+integers is drawn as values, scales and zero points; words are filled value by value. 8-bit and
+4-bit floats are rounded block by block. Sources: AutoGPTQ's `QuantLinear.pack` (qlinear_cuda.py),
+AutoAWQ's `WQLinear_GEMM.from_linear`, compressed-tensors' `pack_to_int32`, `quantize` and
+`pack_fp4_to_uint8`, transformers' `Fp8Quantize`.
 
-A packer takes a matrix and its name, and returns its stored tensors and its truth.
+A packer takes a matrix and its name. It returns the stored tensors, and the float matrix that they
+represent.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ BYTE, HALF = torch.float8_e4m3fn, torch.tensor(E2M1) / 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drawn:
-    """A quantized matrix: weight[n, k] = (values - zeros) * scales, with the zeros and scales of
+    """A random quantized matrix: weight[n, k] = (values - zeros) * scales, with zeros and scales of
     k's group. Values start at 0."""
 
     values: np.ndarray  # [N, K]
@@ -74,7 +74,8 @@ def draw(
     """A random matrix, seeded by its name; scales give weights of about 0.15.
 
     Args:
-        is_scattered: groups have their inputs in a random order, equal for matrices of one input.
+        is_scattered: inputs belong to groups in a random order, which is equal for matrices with
+            the same input.
     """
     rng, (outputs, inputs) = np.random.default_rng(sum(map(ord, name))), shape
     num_groups, middle = inputs // (group_size or inputs), 1 << (bits - 1)
@@ -107,7 +108,8 @@ def fill_words(values: np.ndarray, bits: int, order: tuple[int, ...] | None = No
 
 
 def integers(store: Callable[..., Tensors]) -> Callable[..., tuple[Tensors, torch.Tensor]]:
-    """A packer that draws a matrix by the options of `draw`, and stores it in that format."""
+    """Makes a packer that draws a random matrix (`how`: arguments of `draw`) and stores it with
+    `store` (`options`: its arguments)."""
 
     @functools.wraps(store)
     def pack(weight: torch.Tensor, name: str, *, options: Any = None, **how: Any) -> Any:
@@ -119,7 +121,7 @@ def integers(store: Callable[..., Tensors]) -> Callable[..., tuple[Tensors, torc
 
 @integers
 def gptq(drawn: Drawn, *, less: int = 1) -> Tensors:
-    """Words pack inputs; zero points of outputs are stored `less` one (v1) or not (v2)."""
+    """A word has adjacent inputs; zero points are stored minus `less`: 1 in v1, 0 in v2."""
     return {
         "qweight": fill_words(drawn.values, drawn.bits).T.contiguous(),
         "qzeros": fill_words(drawn.zeros.T - less, drawn.bits),
@@ -130,7 +132,7 @@ def gptq(drawn: Drawn, *, less: int = 1) -> Tensors:
 
 @integers
 def awq(drawn: Drawn) -> Tensors:
-    """Words pack outputs, in AutoAWQ's order_map."""
+    """A word has adjacent outputs, in AutoAWQ's order_map."""
     order_map = (0, 2, 4, 6, 1, 3, 5, 7)
     return {
         "qweight": fill_words(drawn.values.T, 4, order_map),
@@ -141,7 +143,7 @@ def awq(drawn: Drawn) -> Tensors:
 
 @integers
 def pack_quantized(drawn: Drawn, *, actorder: bool = False) -> Tensors:
-    """Words pack inputs, zero points pack outputs in columns; half the range is added to values."""
+    """A word has adjacent inputs; of zero points, adjacent outputs. Values are stored unsigned."""
     tensors = {
         "weight_packed": fill_words(drawn.values, drawn.bits),
         "weight_scale": torch.from_numpy(drawn.scales),
@@ -168,7 +170,7 @@ def int_quantized(drawn: Drawn) -> Tensors:
 
 
 def blocks(weight: torch.Tensor, rows: int, columns: int) -> tuple[torch.Tensor, ...]:
-    """e4m3 codes, one scale per block [ceil(N / rows), ceil(K / columns)], and the truth."""
+    """e4m3 codes, one scale per block [ceil(N / rows), ceil(K / columns)], and float values."""
     codes, numbers = torch.empty_like(weight, dtype=BYTE), torch.empty_like(weight)
     starts = range(0, len(weight), rows), range(0, weight.shape[1], columns)
     scales = torch.empty(len(starts[0]), len(starts[1]))
@@ -214,7 +216,7 @@ def nvfp4(weight: torch.Tensor, _: str) -> Any:
     return tensors, numbers
 
 
-def nvfp4_or_rows(weight: torch.Tensor, name: str) -> Any:
+def nvfp4_or_fp8_rows(weight: torch.Tensor, name: str) -> Any:
     return (nvfp4 if name.endswith(("gate_proj", "up_proj")) else fp8_rows)(weight, name)
 
 
@@ -222,7 +224,7 @@ def nvfp4_or_rows(weight: torch.Tensor, name: str) -> Any:
 
 
 def group(weights: dict[str, Any], targets: tuple[str, ...] = ("Linear",), **more: Any) -> Any:
-    """A group of `config_groups`: floats, with activations of the same number of bits."""
+    """An entry of `config_groups`: floats, with activations of the same number of bits."""
     given = {"type": "float", "symmetric": True, "dynamic": False, "num_bits": 8, **weights}
     inputs = {"type": "float", "num_bits": given["num_bits"], "dynamic": True}
     return {"targets": list(targets), "weights": given, "input_activations": inputs, **more}
@@ -252,17 +254,17 @@ FP8: dict[str, Any] = {
     "quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3",
     "weight_block_size": [128, 128],
 }  # fmt: skip
-OF_MATRIX = {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None}
-FOUR = {"num_bits": 4, "strategy": "tensor_group", "group_size": 16}
+FP8_MATRIX = {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None}
+FP4 = {"num_bits": 4, "strategy": "tensor_group", "group_size": 16}
 BLOCK = {"strategy": "block", "block_structure": [128, 128]}
 SKIPPED = ["lm_head", "model.layers.1.mlp.down_proj", "model.layers.0.self_attn"]
 MIXED = compressed(
     group({"strategy": "channel"}, ("re:.*self_attn", "re:.*down_proj"), format="float-quantized"),
-    group(FOUR, ("re:.*(gate|up)_proj",), format="nvfp4-pack-quantized"),
+    group(FP4, ("re:.*(gate|up)_proj",), format="nvfp4-pack-quantized"),
     layout="mixed-precision",
 )
 FLOATS = {"hidden_size": 160, "intermediate_size": 192, "head_dim": 40, "dtype": torch.float32}
-"""No multiples of 128: the last blocks are smaller, and blocks cross the rows of q, k and v."""
+"""Sizes that are not multiples of 128: the last blocks are smaller, and blocks span q, k and v."""
 SOME = ("gate_proj", "up_proj")
 SYMMETRIC = partial(pack_quantized, symmetric=True)
 
@@ -271,7 +273,7 @@ CASES: dict[str, tuple[dict[str, Any], Packer, dict[str, Any]]] = {
     "gptq": (GPTQ, gptq, {}),
     "gptq-v2": (GPTQ | {"checkpoint_format": "gptq_v2"}, partial(gptq, options={"less": 0}), {}),
     "gptq-8-bit": (GPTQ | {"bits": 8}, partial(gptq, bits=8), {}),
-    "gptq-a-scale-a-row": (GPTQ | {"group_size": -1}, partial(gptq, group_size=None), {}),
+    "gptq-row-scales": (GPTQ | {"group_size": -1}, partial(gptq, group_size=None), {}),
     "gptq-desc-act": (GPTQ | {"desc_act": True}, partial(gptq, is_scattered=True), {}),
     "gptq-head": (GPTQ | {"lm_head": True}, gptq, {"names": (*PROJECTIONS, "lm_head")}),
     "awq": (AWQ, awq, {}),
@@ -302,7 +304,7 @@ CASES: dict[str, tuple[dict[str, Any], Packer, dict[str, Any]]] = {
     ),
     "fp8": (FP8, fp8, FLOATS),
     "fp8-matrix": (
-        OF_MATRIX,
+        FP8_MATRIX,
         partial(fp8_matrix, scale="weight_scale_inv", of_inputs="activation_scale"), FLOATS,
     ),
     "fp8-older": (
@@ -320,8 +322,8 @@ CASES: dict[str, tuple[dict[str, Any], Packer, dict[str, Any]]] = {
         FLOATS,
     ),
     "block": (compressed(group(BLOCK)), partial(fp8, scale="weight_scale"), FLOATS),
-    "nvfp4": (compressed(group(FOUR), layout="nvfp4-pack-quantized"), nvfp4, FLOATS),
-    "mixed": (MIXED, nvfp4_or_rows, FLOATS),
+    "nvfp4": (compressed(group(FP4), layout="nvfp4-pack-quantized"), nvfp4, FLOATS),
+    "mixed": (MIXED, nvfp4_or_fp8_rows, FLOATS),
 }  # fmt: skip
 SMALL_FLOATS = [case for case, (*_, options) in CASES.items() if options is FLOATS]
 
@@ -339,8 +341,8 @@ def write_quantized(
     dtype: torch.dtype = torch.float64,
     **overrides: Any,
 ) -> Path:
-    """Writes a checkpoint in `directory` / "quantized" whose matrices of these names are packed,
-    and in `directory` / "floats" the same model as floats; returns the latter's path."""
+    """Writes a checkpoint whose matrices of these names are packed to `directory` / "quantized",
+    and the same model as floats to `directory` / "floats". Returns the latter's path."""
     floats, quantized = directory / "floats", directory / "quantized"
     make_checkpoint(floats, family, dtype=dtype, **overrides)
     truth, stored = load_file(floats / "model.safetensors"), Tensors()
@@ -368,25 +370,25 @@ def write_case(directory: Path, case: str, family: str = "llama", **overrides: A
     return write_quantized(directory, family, config, pack, **{**options, **overrides})
 
 
-def load_held(
+def load_quantized_model(
     directory: Path, option: str | None = None, *, dtype: torch.dtype = torch.float64, **fields: Any
 ) -> CausalLM:
-    """The model as an engine on a CPU loads it."""
+    """Loads the model as an engine on a CPU does."""
     stored = load_model_config(directory).quantization
     kernels = cpu_kernels(dtype, resolve_quantization(option, stored, device="cpu"))
     return build(directory, dtype, kernels=kernels, **fields)
 
 
-def load_expanded(
+def load_dequantized_model(
     directory: Path, *, dtype: torch.dtype = torch.float64, **fields: Any
 ) -> CausalLM:
-    """The model as an engine loads it on a device without kernels for the stored format."""
+    """Loads the model as an engine does on a device without kernels for the stored format."""
     kernels = stored_kernels(directory, Kernels(DenseAttention()), dequantize_all)
     return build(directory, dtype, kernels=kernels, **fields)
 
 
 def stored_kernels(directory: Path, kernels: Kernels, kind: Callable[..., Any]) -> Kernels:
-    """The kernels with methods of this kind for the stored formats of a checkpoint, as on a GPU."""
+    """Makes `kernels` use methods of `kind` for the stored format of a checkpoint, as on a GPU."""
     stored = load_model_config(directory).quantization
     assert stored is not None and resolve_quantization(None, stored, device="cuda") is None
     as_stored = Quantization(bits=stored.bits, activations="float", stored=stored)

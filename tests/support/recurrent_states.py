@@ -1,4 +1,4 @@
-"""Random linear-attention layers and their inputs."""
+"""Random layers with the gated delta rule, and their inputs."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def delta_plan(
 def delta_layer(
     plan: LinearAttentionConfig, dtype: torch.dtype, states: torch.Tensor
 ) -> GatedDeltaNet:
-    """A layer over these states, whose convolution is random."""
+    """A layer bound to these states, with a random convolution."""
     config = replace(load_model_config(checkpoint("qwen3_5")), states=plan)
     layer = GatedDeltaNet("layer", config, make_context(dtype))
     layer.conv1d.weight.copy_(torch.randn(plan.kernel, plan.channels))

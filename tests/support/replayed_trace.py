@@ -11,7 +11,7 @@ from nanoengine.core.scheduler import Scheduler
 from nanoengine.core.sequence import Request, Sequence
 from nanoengine.core.tiers.tiered_cache import TieredPrefixCache
 from nanoengine.engine import LLMEngine
-from nanoengine.observe.hooks import Taps
+from nanoengine.observe.hooks import Hooks
 from nanoengine.observe.trace import trace_engine
 from nanoengine.observe.trace_reader import read_trace
 
@@ -52,7 +52,7 @@ class ReplayedTrace:
         self.scheduler = engine.scheduler
         self.trace = trace_engine(engine, self.path)
         self.seen: list[tuple[str, int, str, str]] = []
-        self.taps = Taps((self.scheduler, "schedule", self.schedule),
+        self.hooks = Hooks((self.scheduler, "schedule", self.schedule),
                          (self.scheduler, "commit", self.commit))  # fmt: skip
 
     def schedule(self, call: Any) -> StepPlan:
@@ -67,7 +67,7 @@ class ReplayedTrace:
 
     def check(self, requests: list[Request]) -> int:
         """Replays the trace and compares; returns the number of compared plans and steps."""
-        self.taps.remove()
+        self.hooks.remove()
         self.trace.close()
         recording = read_trace(self.path)
         os.unlink(self.path)

@@ -1,7 +1,8 @@
 """Matrix products whose rows don't depend on their position, for Triton's interpreter.
 
-numpy's product rounds a row differently in another position of the same matrix; tensor cores
-compute each row alike. Without this, no test here could check that a kernel does.
+numpy's product may round a row differently in another position of the same matrix; tensor cores
+compute each row alike. Without this fixture no test here could check that a row has the same bits
+in any batch.
 """
 
 import numpy as np

@@ -1,4 +1,4 @@
-"""A replica whose LLM is a script: its answers depend on the row only, without a model.
+"""A replica with a scripted LLM instead of a model: an output depends only on its row.
 
     this module in place of `parallel/replica.py`
 
@@ -86,7 +86,7 @@ class ScriptedLLM:
 
 
 def answer(index: int, row: Any) -> RequestOutput:
-    """The answer to a row."""
+    """The output of a row."""
     text = f"{row.prompt} {row.key}"
     completion = CompletionOutput(index=0, text=text, token_ids=[1], finish_reason="stop")
     return RequestOutput(

@@ -13,10 +13,10 @@ from nanoengine.core.sequence import Sequence, Status
 class SlowScheduler(Scheduler):
     def _schedule_running(self, plan: StepPlan, scheduled: list[Sequence]) -> int:
         budget = self.max_num_batched_tokens
-        before = tuple(self.running)
-        for i, seq in enumerate(before):
+        sequences = tuple(self.running)
+        for i, seq in enumerate(sequences):
             if seq.status is Status.RUNNING:
-                num_behind = len(before) - 1 - i
-                budget -= self._schedule_next(plan, scheduled, seq, budget - num_behind)
+                num_later = len(sequences) - 1 - i
+                budget -= self._schedule_next(plan, scheduled, seq, budget - num_later)
             assert seq.slots_ready_until == 0
         return budget

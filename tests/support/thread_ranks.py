@@ -31,16 +31,16 @@ class ThreadRank:
 
     def _run(self, number: int, connection: Connection, listeners: list[int]) -> None:
         _LISTENERS.value = listeners
-        with connection, contextlib.suppress(EOFError, OSError):  # it was ended
+        with connection, contextlib.suppress(EOFError, OSError):  # the rank was killed
             parent = ParentOfThread(connection)
             rank._run(rank._start(number, parent), parent, answers=number == 0)
 
     def kill(self) -> None:
         with contextlib.suppress(OSError):  # already shut down
             self._socket.shutdown(socket.SHUT_RDWR)
-        self.how_ended()
+        self.describe_exit()
 
-    def how_ended(self) -> str:
+    def describe_exit(self) -> str:
         if self._thread is not threading.current_thread():
             self._thread.join()
         return "exited with 0"
@@ -50,7 +50,7 @@ _LISTENERS = threading.local()
 
 
 class ParentOfThread(rank.Parent):
-    """Raises where the original would end the process and with it the tests."""
+    """Raises an exception instead of ending the process, which runs the tests."""
 
     def next(self) -> Any:
         message = super().next()

@@ -1,7 +1,7 @@
-"""The whole engine: its tokens, the standard workload, and a step taken apart.
+"""The whole engine: its tokens, the standard workload, and the parts of a step.
 
-Cases of the GPU report. The model is a shape with random weights, its config.json written here, so
-nothing is downloaded. Everything runs on the CPU too, with a tiny shape; the tests do so.
+Cases of the GPU report. The model is a shape with random weights, whose config.json is written
+here, so nothing is downloaded. Everything also runs on the CPU with a tiny shape, as in the tests.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ OPTIONS: dict[str, Any] = {
     "max_num_seqs": 256,
     "max_num_batched_tokens": 16384,
 }
-"""As the field's benchmark sets them."""
+"""Options of the standard benchmark."""
 
 
 # --- the standard workload ------------------------------------------------------------------------
@@ -67,11 +67,11 @@ def workload_cases(
     """Rounds of the standard workload on one engine.
 
     Args:
-        options: of the engine, beside `OPTIONS`.
+        options: options of the engine, in addition to `OPTIONS`.
         scale: options of the benchmark that make the workload smaller.
 
     Raises:
-        ConfigError: the engine does not know an option, or refuses it.
+        ConfigError: an option of the engine is unknown or not supported.
     """
     with shaped(shape, options) as llm:
         work = WorkOptions(**scale)
@@ -81,11 +81,11 @@ def workload_cases(
 
 @contextmanager
 def shaped(shape: str, options: dict[str, Any]) -> Iterator[LLM]:
-    """An engine of a shape with random weights, without a tokenizer; its config.json is written
-    into a directory of its own.
+    """An engine of a shape with random weights, without a tokenizer; its config.json is written to
+    a new directory.
 
     Raises:
-        ConfigError: the engine does not know an option, or refuses it.
+        ConfigError: an option of the engine is unknown or not supported.
     """
     with tempfile.TemporaryDirectory() as scratch:
         write_shape(shape, Path(scratch))
@@ -125,8 +125,8 @@ ON_CPU = {"device": "cpu", "attention_backend": "naive", "dtype": "float32"}
 
 
 def token_cases(*, device: str = "cuda", max_tokens: int = 64) -> Iterator[Case]:
-    """Greedy tokens of the demo model on the GPU, beside those of plain torch on the CPU: in
-    float32, with CUDA graphs and without, all must be equal. In bfloat16 they are counted."""
+    """Greedy tokens of the demo model on the GPU, compared with plain torch on the CPU: in float32,
+    all must be equal, with and without CUDA graphs. In bfloat16, equal ones are counted."""
     expected = demo_tokens(ON_CPU, max_tokens)
     for dtype in ("float32", "bfloat16"):
         for eager in (False, True):
@@ -144,7 +144,7 @@ def demo_tokens(options: dict[str, Any], max_tokens: int) -> list[list[int]]:
 
 
 def token_row(options: dict[str, Any], expected: list[list[int]]) -> Row:
-    """How many tokens of each prompt are equal before the first that differs."""
+    """The number of equal tokens of each prompt before the first different one."""
     found = demo_tokens(options, len(expected[0]))
     equal = [
         next((i for i, ids in enumerate(zip(*pair, strict=True)) if ids[0] != ids[1]), len(pair[0]))
@@ -154,18 +154,18 @@ def token_row(options: dict[str, Any], expected: list[list[int]]) -> Row:
     return row | ({"ok": found == expected} if options["dtype"] == "float32" else {})
 
 
-# --- a step taken apart ---------------------------------------------------------------------------
+# --- the parts of a step --------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
-    """What a step is taken apart with; the defaults are for a GPU.
+    """What is used to measure the parts of a step; the defaults are for a GPU.
 
     Attributes:
-        make_event: an event on the GPU's stream.
+        make_event: creates an event on the GPU's stream.
         synchronize: waits for the GPU.
         activity: what the profiler records.
-        timer: median seconds of one call.
+        timer: returns the median seconds of one call.
     """
 
     make_event: Callable[[], Event] = cuda_event
@@ -183,7 +183,7 @@ def step_cases(
     num_steps: int = 30,
     probe: Probe | None = None,
 ) -> Iterator[Case]:
-    """Decode steps of several batches, split by events, and those of the first one profiled."""
+    """Decode steps of several batches, split by events; the first batch is also profiled."""
     probe = probe or Probe()
     with shaped(shape, options) as llm:
         for batch in batches:
@@ -198,8 +198,8 @@ def split_row(llm: LLM, batch: int, prompt_len: int, num_steps: int, probe: Prob
     """Milliseconds of a decode step and of its parts.
 
     `gpu_ms` is the GPU's time between events around each part, and `host_ms` the rest of the step's
-    wall time. `engine_ms` are the engine's own clocks; where one graph holds the whole step, they
-    stand in for the events, and `head_row` tells the head's share.
+    wall time. `engine_ms` are the engine's clocks; if one graph contains the whole step, they
+    replace the events, and `head_row` has the head's share.
     """
     metrics = decoding(llm, batch, prompt_len, 2 * num_steps)
     runner: Any = llm.engine.executor
@@ -228,7 +228,7 @@ def split_row(llm: LLM, batch: int, prompt_len: int, num_steps: int, probe: Prob
     names = [f.name for f in fields(StepTimes)]
     engine_ms = {n: 1e3 * statistics.mean(getattr(t, n) for t in times) for n in names}
     parts = {name: total / num_steps for name, total in seams.total_ms().items() if total}
-    if "forward" not in parts:  # One graph holds the whole step: the engine's clock has it.
+    if "forward" not in parts:  # One graph contains the whole step, so the engine's clock is used.
         parts = {"forward, head, sampler": engine_ms["forward_s"] + engine_ms["sample_s"]}
     return {
         "batch": batch,
@@ -252,7 +252,7 @@ def head_row(llm: LLM, batch: int, timer: Callable[[Callable[[], object]], float
 
 
 def profile_row(llm: LLM, batch: int, prompt_len: int, num_steps: int, probe: Probe) -> Row:
-    """What the GPU ran in some decode steps, by torch's profiler."""
+    """What the GPU ran in some decode steps, from torch's profiler."""
     decoding(llm, batch, prompt_len, 2 * num_steps)
     try:
         with torch.profiler.profile(activities=[probe.activity]) as profile:
@@ -269,7 +269,7 @@ def profile_row(llm: LLM, batch: int, prompt_len: int, num_steps: int, probe: Pr
 
 
 def decoding(llm: LLM, batch: int, prompt_len: int, num_steps: int) -> Metrics:
-    """Brings `batch` requests to where each step decodes all of them, for `num_steps` to come."""
+    """Runs `batch` requests until each step decodes all of them, for `num_steps` further steps."""
     engine, metrics, draw = llm.engine, Metrics(), random.Random(0)
     engine.observers[:] = [metrics]
     params = SamplingParams(
@@ -289,7 +289,7 @@ def decoding(llm: LLM, batch: int, prompt_len: int, num_steps: int) -> Metrics:
 
 
 def stop(llm: LLM) -> None:
-    """Ends what runs, and forgets its prefixes."""
+    """Aborts all requests, and resets the prefix cache."""
     llm.engine.abort_all()
     llm.engine.reset_prefix_cache()
     llm.engine.observers.clear()

@@ -1,8 +1,8 @@
-"""Kernels by themselves: copy bandwidth, GEMM rate, attention speed, and attention parity.
+"""Single kernels: copy bandwidth, GEMM rate, attention speed, and attention parity.
 
-Cases of the GPU report. Every function takes the device and a timer, so that a CPU and a fake
-timer can run them in tests. Attention is measured as an engine runs it, through `AttentionBackend`:
-random paged keys and values (never zeros, which draw less power), the store of new tokens included.
+Cases of the GPU report. Every function takes the device and a timer, so that tests can use a CPU
+and a fake timer. Attention is measured through `AttentionBackend`, as in an engine: random paged
+keys and values (never zeros, which draw less power), including the store of new tokens.
 """
 
 from __future__ import annotations
@@ -30,19 +30,20 @@ GEMM_SIZES = (4096, 8192, 16384)
 DECODE_BATCHES = (1, 16, 64, 256)
 DECODE_CONTEXTS = (512, 1024, 4096)
 MAX_MODEL_LEN = 4096
-"""Launches are sized for this context, as those of a captured graph are."""
+"""Launches are sized for this context, as in a captured graph."""
 PREFILL_LENGTHS = (512, 2048, 8192, 16384)
 PREFILL_TOKENS = 16384
 ROTATED_BYTES = 256 * MIB
-"""Layers in turn hold at least so much KV, several times an L2 cache (H200: 50 MiB)."""
+"""The alternating layers have at least this many bytes of KV, several times an L2 cache (H200: 50
+MiB)."""
 MOST_LAYERS = 64
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
-"""Greatest error against float64 of outputs of size 1: a few roundings of the dtype."""
+"""Largest error against float64 for outputs of size 1: a few roundings of the dtype."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heads:
-    """Query heads, KV heads, head dim; the defaults are those of Qwen3-0.6B."""
+    """Query heads, KV heads, head dim; the defaults are Qwen3-0.6B's."""
 
     num_heads: int = 16
     num_kv_heads: int = 8
@@ -51,9 +52,9 @@ class Heads:
 
 @dataclass(slots=True, kw_only=True)
 class Inputs:
-    """What `AttentionBackend.forward` takes, for some layers that share one batch.
+    """The arguments of `AttentionBackend.forward`, for some layers that share one batch.
 
-    `caches` has one entry a layer, [B, P, K, D] each.
+    `caches` has one entry per layer, [B, P, K, D] each.
     """
 
     q: torch.Tensor
@@ -77,10 +78,10 @@ def make_inputs(
 ) -> Inputs:
     """Random tensors for sequences of (query, context) tokens, one-token queries first.
 
-    Blocks lie in random order. The same arguments give the same numbers on one kind of device.
+    Blocks are in random order. The same arguments give the same values on one kind of device.
 
     Args:
-        max_seq_len: what launches are sized for; None: the longest context.
+        max_seq_len: context that launches are sized for; None: the longest context.
     """
     generator = torch.Generator(device).manual_seed(0)
     longest = max(max_seq_len or 0, *(context for _, context in lengths))
@@ -101,7 +102,7 @@ def make_inputs(
         return torch.empty(shape, dtype=dtype, device=device).normal_(generator=generator)
 
     tokens, kv_heads, dim = int(starts[-1]), heads.num_kv_heads, heads.head_dim
-    # Why one tensor: a model's q, k and v are slices of one projection, and have its strides.
+    # Why one tensor: a model's q, k and v are slices of one projection, with its strides.
     sizes = [heads.num_heads, kv_heads, kv_heads]
     q, k, v = normal(tokens, sum(sizes), dim).split(sizes, 1)
     k_caches, v_caches = normal(2, layers, sum(blocks) + 1, block_size, kv_heads, dim)
@@ -155,7 +156,7 @@ def copy_row(device: torch.device, timer: Timer, size_mib: int) -> Row:
 
 
 def gemm_row(device: torch.device, timer: Timer, size: int) -> Row:
-    """TFLOP/s of a product of two square matrices of random bf16 numbers."""
+    """TFLOP/s of a product of two square matrices of random bf16 values."""
     a, b = torch.empty(2, size, size, dtype=torch.bfloat16, device=device).normal_()
     out = torch.empty_like(a)
     seconds = timer(lambda: torch.mm(a, b, out=out))
@@ -174,7 +175,7 @@ def decode_cases(
     contexts: SequenceOf[int] = DECODE_CONTEXTS,
     heads: Heads = Heads(),
 ) -> Iterator[Case]:
-    """Decode attention of every backend at every batch and context."""
+    """Decode attention of every backend with every batch and context."""
     for context in contexts:
         for batch in batches:
             for name in backends:
@@ -208,7 +209,7 @@ def prefill_cases(
     tokens: int = PREFILL_TOKENS,
     heads: Heads = Heads(),
 ) -> Iterator[Case]:
-    """Prefill attention of every backend, always of as many tokens in all."""
+    """Prefill attention of every backend, always with the same total number of tokens."""
     for length in lengths:
         for name in backends:
             measure = partial(prefill_row, device, timer, name, tokens // length, length, heads)
@@ -218,7 +219,7 @@ def prefill_cases(
 def prefill_row(
     device: torch.device, timer: Timer, name: str, count: int, length: int, heads: Heads
 ) -> Row:
-    """TFLOP/s of causal attention over whole prompts: 4 FLOPs a query, key and head element."""
+    """TFLOP/s of causal attention over whole prompts: 4 FLOPs per query, key and head element."""
     seconds = _attention_seconds(
         device, timer, name, [(length, length)] * count, heads, torch.bfloat16
     )
@@ -239,7 +240,7 @@ def _attention_seconds(
     dtype: torch.dtype,
     layers: int = 1,
 ) -> float:
-    """Seconds of one layer: store, attention, and whatever the backend does between."""
+    """Seconds of one layer: store, attention, and everything that the backend does in between."""
     block_size = backend_class(name).default_block_size
     backend = make_backend(
         name, device=device, dtype=dtype, head_dim=heads.head_dim, block_size=block_size
@@ -280,7 +281,7 @@ def parity_cases(
     dtypes: SequenceOf[torch.dtype] = (torch.bfloat16, torch.float16),
     heads: Heads = Heads(),
 ) -> Iterator[Case]:
-    """Every backend against the naive one in float64."""
+    """Compares every backend with the naive one in float64."""
     for name in backends:
         for dtype in dtypes:
             for what in PARITY:
@@ -290,7 +291,7 @@ def parity_cases(
 
 
 def parity_row(device: torch.device, name: str, dtype: torch.dtype, what: str, heads: Heads) -> Row:
-    """Greatest error of the output, and whether the new keys and values lie where they must."""
+    """Largest error of the output, and whether the new keys and values are stored correctly."""
     block_size = backend_class(name).default_block_size
     lengths, options = PARITY[what]
     common: dict[str, Any] = {

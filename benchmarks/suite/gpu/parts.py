@@ -1,13 +1,13 @@
-"""Parts, cases and budgets: how a report gets done in limited time, and says what it left out.
+"""Parts, cases and budgets: how a report is made in limited time, with a list of what was omitted.
 
-    part  "decode attention", 60 s     in a process of its own: what crashes or hangs is lost alone
+    part  "decode attention", 60 s     in its own process: a crash or hang affects only this part
       case  "triton 64 x 1024"    ──▶ {"case": ..., "gbs": ...}
       case  "flash_attn 64 x 1024" ─▶ {"case": ..., "refused": "needs the package flash-attn ..."}
       case  "triton 256 x 4096"   ──▶ {"case": ..., "skipped": "the part's 60 s were spent"}
 
-Nothing is left out silently: each case gives one row, with numbers or with a reason. Called by
-`gpu_visit.py` (`drive`) and by the process of a part (`run_cases`). Knows neither torch nor a
-GPU: the clock and what launches a part are arguments.
+Nothing is omitted silently: each case gives one row, with values or with a reason. Called by
+`gpu_visit.py` (`drive`) and by the process of a part (`run_cases`). Independent of torch and of a
+GPU: the clock and the function that starts a part are arguments.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from typing import Any, NamedTuple
 from nanoengine.errors import NanoEngineError
 
 Row = dict[str, Any]
-"""One case's name, and its numbers or one of `refused`, `failed`, `skipped` with the reason; what
-failed has its `traceback` as well."""
+"""One case's name, and its values or one of `refused`, `failed`, `skipped` with the reason; a
+failed case also has its `traceback`."""
 
 REASONS = ("refused", "failed", "skipped")
 TRACEBACK_LINES = 25
-"""Last lines of a traceback that are kept."""
+"""Number of last lines of a traceback that are kept."""
 
 
 class Case(NamedTuple):
-    """One measurement: a name, and what measures it."""
+    """One measurement: a name, and the function that measures it."""
 
     name: str
     measure: Callable[[], Row]
@@ -42,15 +42,15 @@ def run_cases(
     clock: Callable[[], float],
     still_usable: Callable[[], str | None] = lambda: None,
 ) -> Iterator[Row]:
-    """Measures a part's cases in turn until its time is spent; then only names those that are left.
+    """Measures the cases of a part until its time is spent; then it only lists the remaining ones.
 
     Args:
-        name: of the part.
-        cases: one after the other; what a generator does between two of them is set-up, and is done
-            only when it is the next case's turn.
+        name: name of the part.
+        cases: the cases in order; a generator's code between two cases is set-up, and only runs
+            when the next case starts.
         budget_s: seconds from now.
-        still_usable: asked after a failure; a text says why nothing more can be measured here. A
-            GPU that has met an illegal access fails in all that follows.
+        still_usable: called after a failure; a returned text says why nothing more can be measured
+            in this process. After an illegal access, everything on a GPU fails.
     """
     started, stop = clock(), None
     coming = iter(cases)
@@ -77,7 +77,7 @@ def run_cases(
 
 
 def _why(error: Exception) -> Row:
-    """A refusal is one of nanoengine's own errors; anything else is a failure."""
+    """`refused` is one of nanoengine's own errors; anything else is a failure."""
     first = (str(error).splitlines() or [""])[0]
     if isinstance(error, NanoEngineError):
         return {"refused": first}
@@ -86,10 +86,10 @@ def _why(error: Exception) -> Row:
 
 
 LEAST_S = 10.0
-"""A part is not begun with less time than this: a process needs it to start."""
+"""A part is not started with less time than this, because its process needs time to start."""
 
 Launch = Callable[[str, float], tuple[list[Row], str | None]]
-"""Runs a part by name with a budget; its rows, and why it ended early, if it did."""
+"""Runs one part with a budget; returns its rows, and why it ended early, if it did."""
 
 
 def drive(
@@ -100,14 +100,14 @@ def drive(
     clock: Callable[[], float],
     save: Callable[[dict[str, Any]], None],
 ) -> dict[str, Any]:
-    """Runs the parts in order and hands the results so far to `save` after each.
+    """Runs the parts in order and passes the results so far to `save` after each.
 
     Args:
-        parts: their names and budgets; the next one is asked for when the last one has ended.
+        parts: their names and budgets; the next one is requested when the last one has ended.
 
     Returns:
         For each part its `rows`, the `seconds` it took and its `budget_s`; `skipped` or `failed`
-        with the reason if it did not run, or not to its end.
+        with the reason if it did not run or ended early.
     """
     started, results = clock(), {}
     for name, most_s in parts:

@@ -1,7 +1,7 @@
-"""The process of a part: its limit, its rows and its log, all kept whatever becomes of it.
+"""The process of a part: its limit, its rows and its log, which are kept if it crashes.
 
-Used by `gpu_visit.py`; it needs the standard library alone, so that a machine
-on which torch cannot be imported gives a report that says so.
+Used by `gpu_visit.py`. It needs only the standard library, so that a machine on which torch can't
+be imported gets a report that says so.
 """
 
 from __future__ import annotations
@@ -19,23 +19,22 @@ from benchmarks.suite.gpu.records import ROOT
 SITE = ROOT / ".visit" / "site"
 """Packages that a machine may lack: `gpu_visit.py` unpacks them there."""
 ENDINGS = ((signal.SIGINT, 10.0), (signal.SIGABRT, 3.0), (signal.SIGKILL, 10.0))
-"""Signals for a process at its limit, and the seconds that each may take. At SIGINT pytest prints
-its failures and Python its stack; at SIGABRT Python's fault handler prints the stacks of a process
-that is inside the driver. A process that outlives SIGKILL is left alone."""
+"""Signals for a process at its limit, and the seconds after each. At SIGINT pytest prints its
+failures and Python its stack; at SIGABRT Python's fault handler prints the stacks of a process that
+is inside the driver. A process that survives SIGKILL is left alone."""
 LOG_LINES = 25
-"""Last lines of the log that are kept of a part that ended early."""
+"""Number of last log lines that are kept of a part that ended early."""
 
 
 def run(
     command: list[str], limit_s: float, rows: Path, log: Path, env: dict[str, str]
 ) -> tuple[list[dict[str, Any]], str | None]:
-    """Runs a part in a process of its own.
+    """Runs a part in a separate process.
 
     Args:
-        rows: the file to which the part appends a JSON line per result; lines that are there
-            already are left alone.
+        rows: the file to which the part appends a JSON line per result; existing lines are ignored.
         log: its stdout and stderr are appended here.
-        env: environment variables beside those of this process.
+        env: environment variables in addition to this process's.
 
     Returns:
         The rows that it wrote, and why it ended early; None if it ended with exit code 0. If it
@@ -55,14 +54,15 @@ def run(
 
 
 def environment() -> dict[str, str]:
-    """What a part sees beside its command: this checkout, and the unpacked packages."""
+    """The Python path of a part in addition to its command's: this checkout, and the unpacked
+    packages."""
     path = [str(ROOT), str(SITE), *filter(None, [os.environ.get("PYTHONPATH")])]
     always = dict.fromkeys(("PYTHONUNBUFFERED", "PYTHONFAULTHANDLER", "HF_HUB_OFFLINE"), "1")
     return {**os.environ, **always, "PYTHONPATH": os.pathsep.join(path)}
 
 
 def execute(command: list[str], limit_s: float, log: IO[str], env: dict[str, str]) -> int | None:
-    """The exit code of a command, 127 if it cannot be started; None: it was ended at its limit."""
+    """The exit code of a command, 127 if it can't be started; None: it was ended at its limit."""
     try:
         process = subprocess.Popen(
             command, cwd=ROOT, env=env, stdout=log, stderr=log, start_new_session=True
@@ -76,13 +76,16 @@ def execute(command: list[str], limit_s: float, log: IO[str], env: dict[str, str
         return None
     finally:
         for ending, seconds in ENDINGS if process.poll() is None else ENDINGS[-1:]:
-            with contextlib.suppress(ProcessLookupError):  # it also ends what the part has started
+            with contextlib.suppress(
+                ProcessLookupError
+            ):  # also ends processes that the part has started
                 os.killpg(process.pid, ending)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(seconds)
 
 
 def rows_of(path: Path, begin: int) -> list[dict[str, Any]]:
-    """The whole lines after the first `begin` bytes; a process that was ended may leave a half."""
+    """The complete lines after the first `begin` bytes; the last line of an ended process may be
+    incomplete."""
     whole, _, _ = path.read_bytes()[begin:].rpartition(b"\n")
     return [json.loads(line) for line in whole.splitlines()]

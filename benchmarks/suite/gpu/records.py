@@ -1,6 +1,6 @@
-"""What a result stands on, and how it is kept: the card, the commit, a file that is always whole.
+"""The context of a result (GPU, commit), and files that are always complete.
 
-Called by `gpu_visit.py` and by its parts; it needs the standard library alone.
+Called by `gpu_visit.py` and by its parts; needs only the standard library.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 def card(*fields: str) -> dict[str, str]:
-    """What nvidia-smi tells of the first card."""
+    """nvidia-smi's output for the first GPU."""
     command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20)
@@ -26,8 +26,8 @@ def card(*fields: str) -> dict[str, str]:
 
 
 def commit(root: Path = ROOT) -> str:
-    """The commit that runs here, and whether files differ from it; a copy without a repository has
-    it in `.visit/commit` (`gpu_visit.py`)."""
+    """The commit of this checkout, and whether files differ from it; a copy without a repository
+    has it in `.visit/commit` (`gpu_visit.py`)."""
     command = ["git", "-C", str(root), "describe", "--always", "--abbrev=40", "--dirty"]
     written = root / ".visit" / "commit"
     if (root / ".git").exists():
@@ -41,7 +41,8 @@ def commit(root: Path = ROOT) -> str:
 
 
 def write(path: Path, report: dict[str, Any]) -> None:
-    """Replaces the file at once: whoever stops the run finds the old or the new one, whole."""
+    """Replaces the file atomically: after an interruption, it has either the old or the new
+    content."""
     temporary = path.with_name(path.name + ".tmp")
     temporary.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     os.replace(temporary, path)

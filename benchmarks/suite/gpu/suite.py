@@ -1,7 +1,7 @@
-"""The parts of the GPU report; run as a module, one part in a process of its own.
+"""The parts of the GPU report; run as a module, one part in a process.
 
     python -m benchmarks.suite.gpu.suite PART SECONDS FILE        appends a line per case to FILE
-    python -m benchmarks.suite.gpu.suite PART SECONDS FILE CASE   runs this case alone
+    python -m benchmarks.suite.gpu.suite PART SECONDS FILE CASE   runs only this case
 
 Started by `gpu_visit.py`.
 """
@@ -28,13 +28,13 @@ from nanoengine.kernels.launch import require_compiler
 
 AT_WORK = ("clocks.sm", "clocks.mem", "power.draw", "temperature.gpu")
 SLOWED_BY = "clocks_event_reasons.active"
-"""Asked alone: a driver that does not know it answers nothing at all."""
+"""A separate query, because a driver that does not know one field answers none."""
 
 
 def make_parts(
     device: torch.device, timer: kernels.Timer
 ) -> dict[str, Callable[[], Iterable[Case]]]:
-    """What makes the cases of each part."""
+    """The function that makes the cases of each part."""
     return {
         "stack": stack_cases,
         "tokens": engine.token_cases,
@@ -51,7 +51,8 @@ def make_parts(
 def stack_cases() -> Iterator[Case]:
     """What all other parts need: a GPU that torch finds, Triton's compiler, transformers.
 
-    `gpu_visit.py` runs nothing else if the first case is refused, and goes on after all else.
+    `gpu_visit.py` runs nothing else if the first case is `refused`, and continues in all other
+    cases.
     """
     yield Case("GPU", gpu_row)
     yield Case("Triton", triton_row)
@@ -61,7 +62,7 @@ def stack_cases() -> Iterator[Case]:
 
 
 def gpu_row() -> Row:
-    """The card as torch sees it.
+    """The GPU as torch sees it.
 
     Raises:
         ConfigError: torch finds no GPU.
@@ -83,7 +84,7 @@ def triton_row() -> Row:
 
 
 def gpu_trouble() -> str | None:
-    """Why this process can use its GPU no more; None if it can."""
+    """Why this process can't use its GPU any more; None if it can."""
     try:
         torch.cuda.synchronize()
     except RuntimeError as error:
@@ -92,8 +93,8 @@ def gpu_trouble() -> str | None:
 
 
 def main(name: str, budget_s: str, path: str, only: str | None = None) -> None:
-    """Runs one part, or one case of it, and appends its rows as they come; tracebacks go to stderr
-    too. The last row has the card, still warm."""
+    """Runs one part, or one case of it, and appends its rows at once; tracebacks also go to stderr.
+    The last row has the state of the GPU directly after the measurements."""
     cases: Iterable[Case] = make_parts(torch.device("cuda"), graph_seconds)[name]()
     if only is not None:
         cases = (case for case in cases if case.name == only)

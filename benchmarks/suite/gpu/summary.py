@@ -1,7 +1,7 @@
-"""What the measured rows say together: shares of the card and of the roofline, and tables.
+"""Derived values of all measured rows: shares of the GPU's peaks and of the roofline, and tables.
 
-Called by `gpu_visit.py` at the end, with whatever is there by then. Pure: rows in, rows
-and text out.
+Called by `gpu_visit.py` at the end, with the available rows. Pure functions from rows to rows and
+text.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ METHOD = {
 
 
 def summarize(results: dict[str, Any]) -> dict[str, Any]:
-    """The parts with shares added, the summary, and how things were measured."""
+    """The parts with shares added, the summary, and how values were measured."""
     peaks = _rows(results, "peaks")
     copy_gbs = max((row["gbs"] for row in peaks if "gbs" in row), default=None)
     gemm_tflops = max((row["tflops"] for row in peaks if "tflops" in row), default=None)
@@ -76,7 +76,7 @@ def _nothing(row: Row) -> Row:
 
 
 def _share(row: Row, key: str, peak: float | None) -> Row:
-    """The share of the peak that a row reached, where both were measured."""
+    """The share of the peak that a row reached, if both were measured."""
     return {"share": row[key] / peak} if peak and key in row else {}
 
 
@@ -93,7 +93,7 @@ def _speeds(results: dict[str, Any], part: str) -> list[float]:
 
 
 def _standard(results: dict[str, Any], card: Card | None) -> dict[str, Any]:
-    """The median of the rounds, and what it is of the ideal on this card and on an H200."""
+    """The median of the rounds, and its share of the ideal on this GPU and on an H200."""
     speeds = _speeds(results, "standard workload")
     found: dict[str, Any] = {"rounds": speeds}
     if speeds:
@@ -111,7 +111,7 @@ def _standard(results: dict[str, Any], card: Card | None) -> dict[str, Any]:
 
 @functools.cache
 def standard_roofline(card: Card, kv_element_bytes: int) -> float:
-    """Output tokens a second of the standard workload at best."""
+    """Output tokens per second of the standard workload on an ideal engine."""
     items = random_workload()
     lengths = [(len(item.prompt_token_ids), item.max_tokens) for item in items]
     cost = ModelCost.from_config(SHAPES[SHAPE], 2)
@@ -122,7 +122,7 @@ def standard_roofline(card: Card, kv_element_bytes: int) -> float:
 
 
 def format_report(report: dict[str, Any]) -> str:
-    """The tables, at most 100 columns wide; the JSON holds more."""
+    """The tables, at most 100 columns wide; the JSON has more."""
     machine, summary, parts = report["hardware"], report["summary"], report["parts"]
     standard = summary["standard_workload"]
     lines = [
@@ -160,7 +160,7 @@ def format_report(report: dict[str, Any]) -> str:
 def _attention(
     part: str, parts: dict[str, Any], rows_by: str, columns_by: str, key: str, unit: str
 ) -> list[str]:
-    """A table of speeds, with shares of the card's peak: a line a backend and batch."""
+    """A table of speeds, with shares of the GPU's peak: one line per backend and batch."""
     rows = [row for row in parts.get(part, {}).get("rows", []) if key in row]
     columns = sorted({row[columns_by] for row in rows})
     head = f"{part}, {unit} (share)"
@@ -180,7 +180,7 @@ def _cell(row: Row | None, key: str) -> str:
 
 
 def _left_out(parts: dict[str, Any]) -> list[str]:
-    """Everything that has no numbers, each with its reason."""
+    """All cases without values, each with its reason."""
     lines = []
     for name, result in parts.items():
         for kind in ("skipped", "failed"):

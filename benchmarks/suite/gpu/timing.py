@@ -1,6 +1,7 @@
 """How the GPU report measures time: graph replays between events, events around calls, a profile.
 
-`graph_seconds` times kernels, `Seams` the parts of an engine's step, `kernel_table` names what ran.
+`graph_seconds` times kernels, `Seams` the parts of an engine's step; `kernel_table` lists the
+kernels of a profile.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ REPEATS = 20
 def graph_seconds(work: Callable[[], object]) -> float:
     """Median seconds of one call, over 20 replays of a CUDA graph between two events.
 
-    Why a graph: launching from Python takes longer than a short kernel runs, and an engine's decode
-    steps are graphs too.
+    Why a graph: a launch from Python takes longer than a short kernel, and an engine's decode steps
+    are graphs, too.
     """
     replay, _ = CudaGraphs().capture(work)  # type: ignore[arg-type]
     replay()
@@ -38,22 +39,22 @@ def graph_seconds(work: Callable[[], object]) -> float:
 
 
 class Event(Protocol):
-    """As much of `torch.cuda.Event` as is used here; `elapsed_time` is in ms."""
+    """The used part of `torch.cuda.Event`; `elapsed_time` is in ms."""
 
     def record(self) -> object:
-        """Marks this moment on the GPU's stream."""
+        """Records this moment on the GPU's stream."""
 
     def elapsed_time(self, end: Any) -> float:
         """Milliseconds from here to `end`."""
 
 
 def cuda_event() -> torch.cuda.Event:
-    """An event that keeps its time."""
+    """An event with timing."""
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
 class Seam(NamedTuple):
-    """Where a part of the step is called: an attribute that holds something callable."""
+    """Where a part of the step is called: an attribute with a callable."""
 
     name: str
     owner: object
@@ -61,10 +62,10 @@ class Seam(NamedTuple):
 
 
 class Seams:
-    """Puts two events around every call of some attributes while it is entered.
+    """Records two events around every call of some attributes while the context is active.
 
-    The time between them is the GPU's: its kernels, and the gaps in which it waits for the next
-    launch of the same part. An owner that lacks its attribute is listed in `missing`.
+    The time between them is the GPU's: its kernels, and gaps in which it waits for the next launch
+    of the same part. Owners without the attribute are listed in `missing`.
     """
 
     def __init__(self, seams: SequenceOf[Seam], make_event: Callable[[], Event]) -> None:
@@ -97,7 +98,8 @@ class Seams:
             events.append((start, end))
             return result
 
-        # Why the difference: a method is found on the class again once the instance's own is gone.
+        # Why the difference: a method is found on the class again after the instance's attribute
+        # is deleted.
         if attribute in vars(owner):
             self._undo.append(lambda: setattr(owner, attribute, original))
         else:
@@ -113,7 +115,7 @@ class Seams:
 
 
 class KernelTime(NamedTuple):
-    """A kernel in a profile: its name, how often it ran, and the microseconds of all runs."""
+    """A kernel in a profile: its name, number of runs, and microseconds of all runs."""
 
     name: str
     calls: int
@@ -130,7 +132,8 @@ def kernel_times(averages: Iterable[Any]) -> list[KernelTime]:
 
 
 def kernel_table(kernels: SequenceOf[KernelTime], num_steps: int, most: int = 15) -> dict[str, Any]:
-    """Per step: milliseconds in which the GPU was busy, kernels run, and the longest of them."""
+    """Per step: milliseconds in which the GPU was busy, number of kernels, and the longest of
+    them."""
     longest = sorted(kernels, key=lambda kernel: -kernel.total_us)[:most]
     return {
         "busy_ms": sum(kernel.total_us for kernel in kernels) / num_steps / 1e3,

@@ -48,5 +48,5 @@ TEXT_PARTS: dict[str, Mapping[str, str]] = {
 """Multimodal architecture -> the `model_type` of its `text_config` -> the architecture of its text
 part."""
 
-OUTSIDE = ("dtype", "torch_dtype", "eos_token_id", "quantization_config", "tie_word_embeddings")
+OUTER_KEYS = ("dtype", "torch_dtype", "eos_token_id", "quantization_config", "tie_word_embeddings")
 """Keys of a multimodal config that take precedence over its `text_config`."""

@@ -1,9 +1,9 @@
-"""Family: the meaning of one family's config.json, and functions that read its fields.
+"""Family: how the config.json of one family is read; and functions for reading its keys.
 
-A field of `LayerConfig`, `LinearAttentionConfig` or `MoEConfig` is a value, or a function of the
-config's keys, such as `key("mlp_bias")`. The function reads only keys that the family supports;
-`ConfigReader` rejects the others. Further functions determine which layers have a sliding window,
-and which apply RoPE.
+A field of `LayerConfig`, `LinearAttentionConfig` or `MoEConfig` is given as a value, or as a
+function that computes it from a ConfigReader, such as `key("mlp_bias")`. Functions read only keys
+that the family supports; `ConfigReader` rejects the others. Other functions determine which layers
+have a sliding window, and which layers apply RoPE.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from nanoengine.checkpoint.config_reader import KEYS, ConfigReader, Json
+from nanoengine.checkpoint.config_reader import SCHEMA, ConfigReader, Json
 from nanoengine.checkpoint.layer_config import (
     SLIDING,
     LayerConfig,
@@ -30,22 +30,22 @@ Reader = Callable[[ConfigReader], T]
 
 
 def key(name: str, make: Callable[[Any], Any] | None = None) -> Reader[Any]:
-    """Reads a key; `make` computes the field from its value."""
+    """Returns a reader of a key; `make` converts its value."""
     return lambda keys: make(keys.get(name)) if make else keys.get(name)
 
 
-def same(*names: str) -> dict[str, Reader[Any]]:
-    """Fields of a plan that have the same name as their key."""
+def from_keys(*names: str) -> dict[str, Reader[Any]]:
+    """Readers of fields that have the same names as their keys."""
     return {name: key(name) for name in names}
 
 
 def biases(name: str) -> dict[str, Reader[Any]]:
-    """Bias fields of a plan that all depend on this key."""
+    """Readers of the bias fields, which all have the value of this key."""
     return dict.fromkeys(("qkv_bias", "output_bias", "mlp_bias"), key(name))
 
 
 def size(*names: str) -> Reader[int]:
-    """Reads the first of these keys that is present; the model needs one."""
+    """Returns a reader of a required size: the first of these keys that is present."""
 
     def read(keys: ConfigReader) -> int:
         for name in names:
@@ -53,68 +53,70 @@ def size(*names: str) -> Reader[int]:
                 return keys.require(name)
         either = " or ".join(dict.fromkeys(names))
         raise UnsupportedModelError(
-            f"config.json needs {either}, from 1 to {KEYS[names[0]].most:,}"
+            f"config.json needs {either}, from 1 to {SCHEMA[names[0]].maximum:,}"
         )
 
     return read
 
 
-def made(kind: Callable[..., T], fields: Mapping[str, Any], keys: ConfigReader) -> T:
-    """Makes a plan from fields that are values or readers."""
+def make(kind: Callable[..., T], fields: Mapping[str, Any], keys: ConfigReader) -> T:
+    """Creates a config from fields that are values or readers."""
     return kind(**{n: value(keys) if callable(value) else value for n, value in fields.items()})
 
 
-def plan(only: Mapping[str, tuple[Any, ...]] | None = None, **fields: Any) -> Reader[LayerConfig]:
-    """A reader of a plan with these fields; `only`: keys -> the implemented values."""
+def layer(only: Mapping[str, tuple[Any, ...]] | None = None, **fields: Any) -> Reader[LayerConfig]:
+    """Returns a reader of a LayerConfig with these fields, which are values or readers. `only` has
+    the supported values of further keys."""
 
     def read(keys: ConfigReader) -> LayerConfig:
         for name, values in (only or {}).items():
-            keys.allow(name, *values)
-        return made(LayerConfig, fields, keys)
+            keys.require_one_of(name, *values)
+        return make(LayerConfig, fields, keys)
 
     return read
 
 
 @dataclass(frozen=True, slots=True)
 class GGUFFiles:
-    """The differences between a family's GGUF files and its checkpoints.
+    """The differences between GGUF files and checkpoints of a family.
 
     Attributes:
-        when: whether a file belongs to this family, if several families share its architecture;
-            None: it does, unless it belongs to another one.
-        fixed: values of config.json keys that the files do not have.
-        read: reads keys whose meaning differs from config.json.
-        names: parts of its tensors' names -> ours, if they differ from `gguf_tensors.NAMES`.
-        pairs: rows of queries and keys are ordered for interleaved RoPE, unlike in the family's
+        when: whether a file belongs to this family, if several families have the same GGUF
+            architecture; None: all files that belong to no other family.
+        constants: values of config.json keys that the files lack.
+        read: computes config.json keys from metadata with another meaning.
+        names: parts of tensor names -> ours, if they differ from `gguf_tensors.TENSOR_NAMES`.
+        interleaved: rows of queries and keys are in the order for interleaved RoPE, unlike in
             checkpoints.
-        slides: all layers but every n-th have the file's sliding window; 0: the family decides.
-        unread: metadata keys that don't affect text.
-        tiled: value heads of linear attention have another order: see `gguf_tensors.py`.
+        full_every: every n-th layer has full attention, the others have the sliding window of the
+            file; 0: the family determines it.
+        ignored_keys: metadata keys that do not affect text.
+        tiled: see `LinearAttentionConfig.tiled`.
     """
 
     when: Callable[[Metadata], Any] | None = None
-    fixed: Json = field(default_factory=dict)
-    read: Callable[[Metadata], Json] = lambda given: {}
+    constants: Json = field(default_factory=dict)
+    read: Callable[[Metadata], Json] = lambda metadata: {}
     names: Mapping[str, str] = field(default_factory=dict)
-    pairs: bool = False
-    slides: int = 0
-    unread: tuple[str, ...] = ()
+    interleaved: bool = False
+    full_every: int = 0
+    ignored_keys: tuple[str, ...] = ()
     tiled: bool = False
 
 
 def files(*architectures: str, **fields: Any) -> dict[str, GGUFFiles]:
-    """GGUF files of these architectures."""
+    """GGUF architecture -> its files, for several architectures with the same differences."""
     return dict.fromkeys(architectures, GGUFFiles(**fields))
 
 
 def has(key: str) -> Callable[[Metadata], Any]:
-    """Whether a GGUF file has a key with a nonzero value."""
-    return lambda given: given.get(key, Any)
+    """Returns a function that checks whether a GGUF file has this key with a nonzero value."""
+    return lambda metadata: metadata.get(key, Any)
 
 
 def layers_of(kinds: Sequence[str], kind: str) -> tuple[int, ...]:
     """The indices of the layers of this kind."""
-    return tuple(n for n, given in enumerate(kinds) if given == kind)
+    return tuple(n for n, each in enumerate(kinds) if each == kind)
 
 
 # --- which layers have a window -------------------------------------------------------------------
@@ -123,7 +125,8 @@ Kinds = Sequence[str] | None
 """`layer_types`; None: absent."""
 
 WindowsReader = Callable[[ConfigReader, Kinds, int], list[bool]]
-"""The third argument is the number of layers."""
+"""Arguments: the config, its `layer_types`, and the number of layers. Returns per layer whether it
+has a sliding window."""
 
 
 def never(keys: ConfigReader, kinds: Kinds, layers: int) -> list[bool]:
@@ -133,23 +136,23 @@ def never(keys: ConfigReader, kinds: Kinds, layers: int) -> list[bool]:
 def windows(
     pattern: Callable[[ConfigReader, int], bool] = lambda keys, layer: True,
     *,
-    asked: bool = False,
-    named: bool = True,
+    needs_flag: bool = False,
+    has_types: bool = True,
 ) -> WindowsReader:
-    """Returns a reader of the layers with a window: none if `sliding_window` is null; else the ones
-    in `layer_types`; else by a pattern.
+    """Returns a WindowsReader. No layer has a window if `sliding_window` is null; otherwise
+    `layer_types` or a pattern determine the layers.
 
     Args:
-        pattern: whether a layer has a window.
-        asked: no layer has one unless `use_sliding_window` is set.
-        named: the family has `layer_types`.
+        pattern: whether a layer has a window, if `layer_types` is absent.
+        needs_flag: layers have a window only if `use_sliding_window` is set.
+        has_types: the family has the key `layer_types`.
     """
 
     def slides(keys: ConfigReader, kinds: Kinds, layers: int) -> list[bool]:
-        wanted = not asked or keys.get("use_sliding_window")
-        if keys.get("sliding_window") is None or not wanted:
+        enabled = not needs_flag or keys.get("use_sliding_window")
+        if keys.get("sliding_window") is None or not enabled:
             return [False] * layers
-        return _named(kinds) if named and kinds else [pattern(keys, n) for n in range(layers)]
+        return _sliding(kinds) if has_types and kinds else [pattern(keys, n) for n in range(layers)]
 
     return slides
 
@@ -159,17 +162,17 @@ def from_max_window_layers(keys: ConfigReader, layer: int) -> bool:
 
 
 def smollm_window(keys: ConfigReader, layer: int) -> bool:
-    """The layers that do not apply RoPE."""
+    """SmolLM3: layers without RoPE have a window."""
     return not smollm_rope(keys, [False] * keys.require("num_hidden_layers"))[layer]
 
 
 def all_but_every(number: int | str = "sliding_window_pattern") -> WindowsReader:
-    """Returns a reader: the layers in `layer_types`, else every layer but each n-th, where n is
-    this number or the value of this key. A model that has such layers needs a window."""
+    """Returns a WindowsReader: the layers in `layer_types`, or else all layers except every n-th,
+    where n is this number or the value of this key. Such a model requires `sliding_window`."""
 
     def slides(keys: ConfigReader, kinds: Kinds, layers: int) -> list[bool]:
         if kinds is not None:
-            return _named(kinds)
+            return _sliding(kinds)
         every = keys.get(number) if isinstance(number, str) else number
         if isinstance(every, str):
             return [every[n % len(every)] == "L" and n + 1 < layers for n in range(layers)]
@@ -184,18 +187,18 @@ def all_but_every(number: int | str = "sliding_window_pattern") -> WindowsReader
 
 def all_but_first_of_four(keys: ConfigReader, kinds: Kinds, layers: int) -> list[bool]:
     keys.get("sliding_window")  # read even if no layer has a window
-    return [n % 4 > 0 for n in range(layers)] if kinds is None else _named(kinds)
+    return [n % 4 > 0 for n in range(layers)] if kinds is None else _sliding(kinds)
 
 
-def _named(kinds: Sequence[str]) -> list[bool]:
+def _sliding(kinds: Sequence[str]) -> list[bool]:
     return [kind == SLIDING for kind in kinds]
 
 
 # --- which layers apply RoPE ----------------------------------------------------------------------
 
 RopeReader = Callable[[ConfigReader, Sequence[bool]], Sequence[float]]
-"""The second argument says which layers have a window. The result has one number per layer: 0: no
-RoPE; above 1: the base of RoPE."""
+"""Arguments: the config, and per layer whether it has a window. Returns a number per layer: 0: no
+RoPE; 1: RoPE with the model's base; above 1: RoPE with this base."""
 
 
 def always(keys: ConfigReader, slides: Sequence[bool]) -> Sequence[float]:
@@ -207,7 +210,7 @@ def only_with_window(keys: ConfigReader, slides: Sequence[bool]) -> Sequence[flo
 
 
 def exaone_rope(keys: ConfigReader, slides: Sequence[bool]) -> Sequence[float]:
-    """In a model with windows, layers with full attention do not apply RoPE."""
+    """EXAONE 4: in models with windows, layers with full attention have no RoPE."""
     return slides if keys.get("sliding_window") is not None else always(keys, slides)
 
 
@@ -216,75 +219,75 @@ def nowhere(keys: ConfigReader, slides: Sequence[bool]) -> Sequence[float]:
 
 
 def if_named_rope(keys: ConfigReader, slides: Sequence[bool]) -> Sequence[float]:
-    """Granite 4: RoPE only if `position_embedding_type` is "rope"."""
+    """Granite 4: layers have RoPE if `position_embedding_type` is "rope"."""
     return [keys.get("position_embedding_type") == "rope"] * len(slides)
 
 
-def layer_bases(keys: ConfigReader, slides: Sequence[bool]) -> Sequence[float]:
+def layer_thetas(keys: ConfigReader, slides: Sequence[bool]) -> Sequence[float]:
     """Granite SWA: `layer_rope_theta` has one base per layer, or 0 for a layer without RoPE."""
-    bases: Sequence[float] = keys.get("layer_rope_theta") or always(keys, slides)
-    if len(bases) != len(slides) or not all(base in (0, 1) or base > 1.001 for base in bases):
+    thetas: Sequence[float] = keys.get("layer_rope_theta") or always(keys, slides)
+    if len(thetas) != len(slides) or not all(theta in (0, 1) or theta > 1.001 for theta in thetas):
         raise UnsupportedModelError(
-            f"layer_rope_theta={repr_short(bases)} must have 0, or a number above 1.001, for each"
-            f" of num_hidden_layers={len(slides)}"
+            f"layer_rope_theta={repr_short(thetas)} must have num_hidden_layers={len(slides)}"
+            " entries, each 0 or above 1.001"
         )
-    return bases
+    return thetas
 
 
 def smollm_rope(keys: ConfigReader, slides: Sequence[bool]) -> Sequence[float]:
-    """`no_rope_layers` has a 0 for each layer that does not apply RoPE."""
-    every, given = keys.get("no_rope_layer_interval"), keys.get("no_rope_layers")
+    """SmolLM3: `no_rope_layers` has a 0 for each layer without RoPE."""
+    every, listed = keys.get("no_rope_layer_interval"), keys.get("no_rope_layers")
     layers = len(slides)
-    rope = given or [int((n + 1) % every != 0) for n in range(layers)]
+    rope = listed or [int((n + 1) % every != 0) for n in range(layers)]
     if len(rope) < layers:
         raise UnsupportedModelError(
-            f"no_rope_layers has {len(rope)} entries, num_hidden_layers={layers}"
+            f"no_rope_layers has {len(rope)} entries; it must have num_hidden_layers={layers}"
         )
     return [each != 0 for each in rope[:layers]]
 
 
 # --- a family -------------------------------------------------------------------------------------
 
-PLAIN, INTERMEDIATE_SIZE = plan(), size("intermediate_size")
+PLAIN, INTERMEDIATE_SIZE = layer(), size("intermediate_size")
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """The meaning of one family's config.json, and the differences between its checkpoints and
-    Llama's.
+    """How the config.json and the tensors of one family are read. Defaults are Llama's.
 
     Attributes:
-        model_type: as in config.json.
-        normalize: converts its config.json to one with the usual keys.
-        plan: what its layers compute.
-        states: which layers are recurrent, and of what kind; None: none is.
+        model_type: `model_type` in config.json.
+        normalize: converts a config.json of the family to the usual keys.
+        layers: reads what the layers compute.
+        states: reads which layers are recurrent and what they compute; None: no layer is recurrent.
         windows: which layers have the sliding window.
         rope_layers: which layers apply RoPE.
-        bases: the keys of RoPE's base in layers with full attention, and in layers with a window,
-            if the two differ; None: RoPE is the same in all layers.
-        moe: its mixture of experts.
-        partial: it supports `partial_rotary_factor`; others apply RoPE to whole heads.
-        defaults: values of absent keys that are neither in transformers' config class
-            (`defaults.json`) nor in `KEYS`.
-        rope_extra: further keys of `rope_parameters` -> whether they change the computation for
-            text.
-        names: parts of our tensors' names -> their names in its checkpoints; or a reader that finds
-            these in a config.
-        ignored_tensors: regular expression that matches the start of names of tensors for drafts.
-        intermediate_size: of the MLP.
-        norm_eps: the key of the norms' epsilon.
-        gguf: the architectures of its GGUF files, and their differences.
+        rope_theta_keys: the keys of RoPE's base in layers with full attention and in layers with a
+            window; None: the base is the same in all layers.
+        moe: reads the mixture of experts.
+        partial_rotary: `partial_rotary_factor` is supported; otherwise RoPE is applied to whole
+            heads.
+        defaults: values of absent keys, if neither transformers' config class (`defaults.json`) nor
+            `SCHEMA` has them.
+        rope_extra: further keys of `rope_parameters` -> whether they affect text.
+        names: parts of our tensor names -> their names in checkpoints; or a reader of this
+            mapping.
+        ignored_tensors: regular expression of prefixes of tensors that are not loaded, such as MTP
+            layers.
+        intermediate_size: reads the intermediate size of the MLP.
+        norm_eps: the key of the epsilon of norms.
+        gguf: architectures of the family's GGUF files -> their differences from checkpoints.
     """
 
     model_type: str
     normalize: Callable[[Json], Json] | None = None
-    plan: Reader[LayerConfig] = PLAIN
+    layers: Reader[LayerConfig] = PLAIN
     states: Reader[LinearAttentionConfig] | None = None
     windows: WindowsReader = never
     rope_layers: RopeReader = always
-    bases: tuple[str, str] | None = None
+    rope_theta_keys: tuple[str, str] | None = None
     moe: Reader[MoEConfig | None] | None = None
-    partial: bool = False
+    partial_rotary: bool = False
     defaults: Json = field(default_factory=dict)
     rope_extra: Mapping[str, bool] = field(default_factory=dict)
     names: Mapping[str, str] | Reader[Mapping[str, str]] = field(default_factory=dict)

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from nanoengine.checkpoint.config_reader import ConfigReader, Json
 from nanoengine.checkpoint.families import dense, family, moe
-from nanoengine.checkpoint.families.family import Family, files, has, key, plan, size
+from nanoengine.checkpoint.families.family import Family, files, has, key, layer, size
 from nanoengine.checkpoint.gguf_keys import Metadata
 from nanoengine.checkpoint.layer_config import (
     ATTENTION,
@@ -28,8 +28,9 @@ MAMBA = "mamba"
 # --- the gated delta rule, and short convolutions -------------------------------------------------
 
 
-def delta_states(keys: ConfigReader) -> LinearAttentionConfig:
-    """Qwen3.5: every layer but each `full_attention_interval`-th."""
+def delta_config(keys: ConfigReader) -> LinearAttentionConfig:
+    """Qwen3.5: the layers in `layer_types`, or else all except every
+    `full_attention_interval`-th."""
     key_heads, key_dim = keys.get("linear_num_key_heads"), keys.get("linear_key_head_dim")
     heads, value_dim = keys.get("linear_num_value_heads"), keys.get("linear_value_head_dim")
     if heads % key_heads:
@@ -50,13 +51,13 @@ def delta_states(keys: ConfigReader) -> LinearAttentionConfig:
     )
 
 
-def merged_delta_states(keys: ConfigReader) -> LinearAttentionConfig:
-    """Qwen3-Next: the same, stored as one tensor."""
-    return replace(delta_states(keys), merged=True)
+def fused_delta_config(keys: ConfigReader) -> LinearAttentionConfig:
+    """Qwen3-Next: the same, with queries, keys, values and gates in one tensor."""
+    return replace(delta_config(keys), fused_qkvz=True)
 
 
-def conv_states(keys: ConfigReader) -> LinearAttentionConfig:
-    """LFM2: the layers in `layer_types`, else all but `full_attn_idxs`."""
+def conv_config(keys: ConfigReader) -> LinearAttentionConfig:
+    """LFM2: the layers in `layer_types`, or else all except `full_attn_idxs`."""
     every, full = range(keys.require("num_hidden_layers")), keys.get("full_attn_idxs")
     kinds = keys.get("layer_types") or [FULL if full is None or n in full else CONV for n in every]
     return LinearAttentionConfig(
@@ -68,8 +69,8 @@ def conv_states(keys: ConfigReader) -> LinearAttentionConfig:
     )
 
 
-def lfm3_layers(raw: Json) -> Json:
-    """LFM3's config, with `layer_types` added if absent."""
+def add_layer_types(raw: Json) -> Json:
+    """LFM3: adds `layer_types` to a config.json that lacks it."""
     layers = raw.get("num_hidden_layers")
     if raw.get("layer_types") is not None or not isinstance(layers, int):
         return raw
@@ -77,9 +78,9 @@ def lfm3_layers(raw: Json) -> Json:
     return {**raw, "layer_types": kinds[:layers]}
 
 
-def lfm2_inner_size(keys: ConfigReader) -> int:
-    """Two thirds of the configured size, rounded up, unless the config says that the size is
-    final."""
+def lfm2_intermediate_size(keys: ConfigReader) -> int:
+    """The intermediate size: two thirds of the size in the config, rounded up, if
+    `block_auto_adjust_ff_dim` is set."""
     found = size("block_ff_dim", "intermediate_size")(keys)
     if keys.get("block_auto_adjust_ff_dim"):
         found = int(keys.get("block_ffn_dim_multiplier") * int(2 * found / 3))
@@ -91,25 +92,25 @@ def lfm2_inner_size(keys: ConfigReader) -> int:
 # --- Mamba-2 --------------------------------------------------------------------------------------
 
 
-def mamba_states(keys: ConfigReader) -> LinearAttentionConfig:
-    """Granite 4: the layers in `layer_types`, which may call them "mamba"; Bamba: all but
-    `attn_layer_indices`; other families have functions of their own."""
-    every, attending = range(keys.require("num_hidden_layers")), keys.get("attn_layer_indices")
-    kinds = keys.get("layer_types") or [FULL if n in (attending or ()) else LINEAR for n in every]
+def mamba_config(keys: ConfigReader) -> LinearAttentionConfig:
+    """Granite 4: the layers in `layer_types`, where they may be called "mamba". Bamba: all layers
+    except `attn_layer_indices`."""
+    every, attention = range(keys.require("num_hidden_layers")), keys.get("attn_layer_indices")
+    kinds = keys.get("layer_types") or [FULL if n in (attention or ()) else LINEAR for n in every]
     heads, size, inner = map(keys.get, ("mamba_n_heads", "mamba_d_head", "mamba_d_ssm"))
     expanded = keys.get("mamba_expand") * keys.require("hidden_size")
     inner = expanded if inner is None else inner
     size = inner // heads if size == "auto" else size
     if heads * size != inner:
         raise UnsupportedModelError(
-            f"mamba_n_heads={heads} times mamba_d_head={repr_short(size)} must be mamba_d_ssm, or"
-            f" mamba_expand * hidden_size where that is null: {inner}"
+            f"mamba_n_heads={heads} * mamba_d_head={repr_short(size)} must be {inner}: mamba_d_ssm,"
+            " or mamba_expand * hidden_size if it is null"
         )
-    return _states(keys, [n for n in every if kinds[n : n + 1] in ([LINEAR], [MAMBA])], size)
+    return _mamba_config(keys, [n for n in every if kinds[n : n + 1] in ([LINEAR], [MAMBA])], size)
 
 
-def _states(keys: ConfigReader, layers: Iterable[int], size: int) -> LinearAttentionConfig:
-    """Mamba-2 in these layers, with heads of this size."""
+def _mamba_config(keys: ConfigReader, layers: Iterable[int], size: int) -> LinearAttentionConfig:
+    """Mamba-2 in these layers, with this head dim."""
     heads, groups = keys.get("mamba_n_heads"), keys.get("mamba_n_groups")
     if heads % groups:
         raise UnsupportedModelError(
@@ -127,23 +128,23 @@ def _states(keys: ConfigReader, layers: Iterable[int], size: int) -> LinearAtten
         bias=keys.get("mamba_proj_bias"),
         conv_bias=keys.get("mamba_conv_bias"),
         output_bias=keys.get("mamba_proj_bias"),
-        norm="behind",
-        step_limits=_limits(keys),
+        norm="after_gate",
+        time_step_limits=_time_step_limits(keys),
     )
 
 
-def falcon_states(keys: ConfigReader) -> LinearAttentionConfig:
-    """Falcon-H1: in every layer, in parallel with attention."""
-    norm = "before" if keys.get("mamba_norm_before_gate") else "behind"
+def falcon_h1_config(keys: ConfigReader) -> LinearAttentionConfig:
+    """Falcon-H1: Mamba-2 in every layer, in parallel with attention."""
+    norm = "before_gate" if keys.get("mamba_norm_before_gate") else "after_gate"
     return replace(
-        mamba_states(keys),
+        mamba_config(keys),
         layers=tuple(range(keys.require("num_hidden_layers"))),
         norm=norm if keys.get("mamba_rms_norm") else None,
         output_bias=keys.get("projectors_bias"),
     )
 
 
-def multipliers(keys: ConfigReader) -> FalconH1Multipliers:
+def falcon_h1_multipliers(keys: ConfigReader) -> FalconH1Multipliers:
     """Falcon-H1's multipliers."""
     names = "ssm_in_multiplier", "ssm_out_multiplier", "attention_in_multiplier"
     found = {name: keys.get(name) for name in (*names, "attention_out_multiplier")}
@@ -155,69 +156,71 @@ def multipliers(keys: ConfigReader) -> FalconH1Multipliers:
 
 
 PATTERN = {"M": LINEAR, "*": FULL, "-": "mlp", "E": "moe"}
-"""A letter of Nemotron-H's `hybrid_override_pattern` -> the kind of layer."""
+"""Letter in Nemotron-H's `hybrid_override_pattern` -> the kind of layer."""
 NEMOTRON_KEYS = {
     "mamba_num_heads": "mamba_n_heads", "mamba_head_dim": "mamba_d_head",
     "n_groups": "mamba_n_groups", "ssm_state_size": "mamba_d_state",
     "conv_kernel": "mamba_d_conv", "use_conv_bias": "mamba_conv_bias",
     "use_bias": "mamba_proj_bias",
 }  # fmt: skip
-"""Nemotron-H's names of Mamba sizes -> the usual names."""
+"""Keys of Mamba in Nemotron-H's config.json -> the usual names."""
 
 
-NEMOTRON_OLDER = ("mamba_n_groups", "mamba_d_conv", "mamba_conv_bias")
-"""Usual names in older configs, which take precedence over Nemotron-H's names."""
+NEMOTRON_USUAL_KEYS = ("mamba_n_groups", "mamba_d_conv", "mamba_conv_bias")
+"""Usual names that older config.json files have, which take precedence over Nemotron-H's names."""
 
 
-def nemotron_layers(raw: Json) -> Json:
-    """Nemotron-H's config with the usual keys, and a number of layers that matches its list."""
+def normalize_nemotron_h(raw: Json) -> Json:
+    """Nemotron-H: renames keys to the usual names, and sets `layers_block_type` and
+    `num_hidden_layers`."""
     usual = {name: value for name, value in raw.items() if name not in NEMOTRON_KEYS.values()}
-    given = {NEMOTRON_KEYS.get(name, name): value for name, value in usual.items()}
-    given |= {name: raw[name] for name in NEMOTRON_OLDER if name in raw}
-    pattern, named = given.pop("hybrid_override_pattern", ""), given.get("layers_block_type")
+    renamed = {NEMOTRON_KEYS.get(name, name): value for name, value in usual.items()}
+    renamed |= {name: raw[name] for name in NEMOTRON_USUAL_KEYS if name in raw}
+    pattern, named = renamed.pop("hybrid_override_pattern", ""), renamed.get("layers_block_type")
     kinds = [*pattern] if isinstance(pattern, str) and not named else named
     old = {**PATTERN, MAMBA: LINEAR, ATTENTION: FULL}
     kinds = [old.get(kind, kind) for kind in kinds] if isinstance(kinds, list) else kinds
     if not kinds or not isinstance(kinds, list) or {*map(str, kinds)} - {*PATTERN.values()}:
         raise UnsupportedModelError(
             f"layers_block_type={repr_short(named)} or"
-            f" hybrid_override_pattern={repr_short(pattern)} must say of each layer what it is:"
+            f" hybrid_override_pattern={repr_short(pattern)} must have an entry per layer; allowed:"
             f" {', '.join(PATTERN.values())}, or {' '.join(PATTERN)}"
         )
-    given.pop("num_nextn_predict_layers", None)  # drafts have names of their own, and are left out
-    return {**given, "layers_block_type": kinds, "num_hidden_layers": len(kinds)}
+    renamed.pop("num_nextn_predict_layers", None)  # MTP tensors have other names: MTP_TENSORS
+    return {**renamed, "layers_block_type": kinds, "num_hidden_layers": len(kinds)}
 
 
 def nemotron_blocks(keys: ConfigReader) -> tuple[str, ...]:
     return tuple(keys.get("layers_block_type"))
 
 
-def nemotron_states(keys: ConfigReader) -> LinearAttentionConfig:
+def nemotron_h_config(keys: ConfigReader) -> LinearAttentionConfig:
     size = keys.get("mamba_d_head")
     if not isinstance(size, int) or size < 1:
-        raise UnsupportedModelError(f"mamba_head_dim must be a size, got {repr_short(size)}")
-    return _states(keys, family.layers_of(nemotron_blocks(keys), LINEAR), size)
+        raise UnsupportedModelError(f"mamba_head_dim must be at least 1, got {repr_short(size)}")
+    return _mamba_config(keys, family.layers_of(nemotron_blocks(keys), LINEAR), size)
 
 
 def nemotron_experts(keys: ConfigReader) -> tuple[int, ...]:
-    """The layers with experts; a model without any may still have keys for them."""
+    """The layers with experts. A model without experts may still have their keys, so they are
+    read."""
     for name in ("n_routed_experts", "norm_topk_prob", "routed_scaling_factor"):
         keys.get(name)
     return family.layers_of(nemotron_blocks(keys), "moe")
 
 
-def _limits(keys: ConfigReader) -> tuple[float, float]:
+def _time_step_limits(keys: ConfigReader) -> tuple[float, float]:
     """The range of Mamba's dt. transformers writes infinity as {"__float__": "Infinity"}."""
-    given = keys.get("time_step_limit")
+    limits = keys.get("time_step_limit")
     try:
         low, high = (float(each["__float__"] if isinstance(each, dict) else each)
-                     for each in given)  # fmt: skip
+                     for each in limits)  # fmt: skip
     except (KeyError, TypeError, ValueError):
         low, high = math.nan, math.nan
     if not 0 <= low < high:
         raise UnsupportedModelError(
-            f"config.json: time_step_limit must be two numbers, from 0 and the second larger, got"
-            f" {repr_short(given)}"
+            "config.json: time_step_limit must be two increasing numbers that are not negative, got"
+            f" {repr_short(limits)}"
         )
     return low, high
 
@@ -226,64 +229,65 @@ def _limits(keys: ConfigReader) -> tuple[float, float]:
 
 
 # fmt: off
-def attending(given: Metadata, without: str = CONV) -> Json:
-    """Layers without keys are convolutions."""
-    heads = given.each("attention.head_count_kv")
+def layer_type_keys(metadata: Metadata, without: str = CONV) -> Json:
+    """Layers without KV heads are convolutions, or of the kind `without`."""
+    heads = metadata.per_layer("attention.head_count_kv")
     return {
         "num_key_value_heads": max(heads),
         "layer_types": [FULL if count else without for count in heads],
     }
 
 
-def delta(given: Metadata) -> Json:
-    """The layers with linear attention, and the sizes of its heads."""
-    every, layers = given.get("full_attention_interval", int, 4) or 1, given.layers
-    kinds = given.get("attention.recurrent_layers", list[bool])
+def delta_keys(metadata: Metadata) -> Json:
+    """The layers with linear attention, and the dimensions of its heads."""
+    every, layers = metadata.get("full_attention_interval", int, 4) or 1, metadata.num_layers
+    kinds = metadata.get("attention.recurrent_layers", list[bool])
     kinds = kinds or [(n + 1) % every != 0 for n in range(layers)]
-    heads, inner = given.get("ssm.time_step_rank", int), given.get("ssm.inner_size", int, 0)
+    heads, inner = metadata.get("ssm.time_step_rank", int), metadata.get("ssm.inner_size", int, 0)
     return {
-        "layer_types": [LINEAR if linear else FULL for linear in kinds[: given.main_layers]],
+        "layer_types": [LINEAR if linear else FULL for linear in kinds[: metadata.num_main_layers]],
         "linear_num_value_heads": heads, "linear_value_head_dim": inner // (heads or 1),
     }
 
 
-def mamba_heads(given: Metadata) -> Json:
-    """The sizes of Mamba's heads."""
-    heads, inner = given.get("ssm.time_step_rank", int, 0), given.get("ssm.inner_size", int, 0)
+def mamba_size_keys(metadata: Metadata) -> Json:
+    """The number and dimensions of Mamba's heads."""
+    heads = metadata.get("ssm.time_step_rank", int, 0)
+    inner = metadata.get("ssm.inner_size", int, 0)
     return {"mamba_n_heads": heads, "mamba_d_head": inner // (heads or 1), "mamba_d_ssm": inner}
 
 
-def granite_hybrid(given: Metadata) -> Json:
-    """Layers without keys are Mamba layers."""
-    found = {**attending(given, LINEAR), **mamba_heads(given)}
-    rope, count = given.get("rope.scaling.finetuned", bool), given.get("expert_count", int, 0)
+def granite_keys(metadata: Metadata) -> Json:
+    """Layers without KV heads are Mamba layers."""
+    found = {**layer_type_keys(metadata, LINEAR), **mamba_size_keys(metadata)}
+    rope, count = metadata.get("rope.scaling.finetuned", bool), metadata.get("expert_count", int, 0)
     if rope is None:
-        given.refuse("rope.scaling.finetuned", "a key that says whether RoPE is applied")
+        metadata.reject("rope.scaling.finetuned", "files with this key")
     if rope:
         return found
     none = {} if count else dict.fromkeys(("intermediate_size", "num_experts_per_tok"))
     return found | none | {"num_local_experts": count}
 
 
-def nemotron(given: Metadata) -> Json:
-    """A layer is a single block: attention has KV heads, an MLP or experts have an inner size."""
-    keys, inner = given.each("attention.head_count_kv"), given.each("feed_forward_length")
-    sizes = mamba_heads(given)
-    mlp = "mlp" if given.architecture == "nemotron_h" else "moe"
-    both = list(zip(keys, inner, strict=True))[: given.main_layers]
+def nemotron_keys(metadata: Metadata) -> Json:
+    """The kind of each layer: attention has KV heads, an MLP or experts have an inner size."""
+    kv_heads = metadata.per_layer("attention.head_count_kv")
+    inner, sizes = metadata.per_layer("feed_forward_length"), mamba_size_keys(metadata)
+    mlp = "mlp" if metadata.architecture == "nemotron_h" else "moe"
+    both = list(zip(kv_heads, inner, strict=True))[: metadata.num_main_layers]
     return {
         "layers_block_type": [FULL if kv else mlp if size else LINEAR for kv, size in both],
-        "num_key_value_heads": max(keys), "intermediate_size": max(inner) or None,
+        "num_key_value_heads": max(kv_heads), "intermediate_size": max(inner) or None,
         "mamba_num_heads": sizes["mamba_n_heads"], "mamba_head_dim": sizes["mamba_d_head"],
     }
 
 
 # --- the families ---------------------------------------------------------------------------------
 
-LFM2 = plan(only={"tie_embedding": (True,)}, qk_norm="per_head")
-QWEN_NEXT = plan(
-    only={"attn_output_gate": (True,)}, norm="centered", qk_norm="per_head", output_gate="q_proj",
-    **dense.ATTENTION_BIAS,
+LFM2 = layer(only={"tie_embedding": (True,)}, qk_norm="per_head")
+QWEN_NEXT = layer(
+    only={"attn_output_gate": (True,)}, norm="one_plus_weight", qk_norm="per_head",
+    output_gate="q_proj", **dense.ATTENTION_BIAS,
 )
 
 LFM_NAMES = {
@@ -291,7 +295,7 @@ LFM_NAMES = {
     "input_layernorm": "operator_norm",
     "post_attention_layernorm": "ffn_norm",
     "mlp": "feed_forward",
-    **moe.NUMBERED,
+    **moe.W123_NAMES,
 }
 LFM2_NAMES = {
     "q_norm": "q_layernorm", "k_norm": "k_layernorm", "o_proj": "out_proj", **LFM_NAMES,
@@ -326,114 +330,117 @@ GGUF_MAMBA = {
 
 FAMILIES: dict[str, Family] = {
     "BambaForCausalLM": Family(
-        "bamba", plan=plan(**dense.LLAMA), states=mamba_states, partial=True, names=FALCON_NAMES,
+        "bamba", layers=layer(**dense.LLAMA), states=mamba_config, partial_rotary=True,
+        names=FALCON_NAMES,
         gguf=files(
-            "granitehybrid", when=has("rope.scaling.finetuned"), pairs=True,
-            read=granite_hybrid, names=GGUF_MAMBA,
+            "granitehybrid", when=has("rope.scaling.finetuned"), interleaved=True,
+            read=granite_keys, names=GGUF_MAMBA,
         ),
     ),
     "FalconH1ForCausalLM": Family(
         "falcon_h1",
-        plan=plan(
-            falcon_h1=multipliers, **family.same("embedding_multiplier"),
+        layers=layer(
+            falcon_h1=falcon_h1_multipliers, **family.from_keys("embedding_multiplier"),
             logit_scale=key("lm_head_multiplier"), **dense.LLAMA,
-            # Why here: a factor on keys equals a factor on q.k.
+            # Why: a factor on keys equals a factor on the scores q.k.
             attention_multiplier=lambda keys: keys.get("key_multiplier") * keys.head_dim**-0.5,
         ),
-        states=falcon_states, names=FALCON_NAMES,
+        states=falcon_h1_config, names=FALCON_NAMES,
         gguf=files(
-            "falcon-h1", read=mamba_heads,
+            "falcon-h1", read=mamba_size_keys,
             names=GGUF_MAMBA | {"ffn_norm": "post_attention_layernorm.weight"},
-            fixed={"mamba_norm_before_gate": False, "mamba_rms_norm": True},
+            constants={"mamba_norm_before_gate": False, "mamba_rms_norm": True},
         ),
     ),
     "GraniteMoeHybridForCausalLM": Family(
         "granitemoehybrid",
-        plan=plan(fused_gate_up=True, **dense.GRANITE_KEYS, **dense.ATTENTION_BIAS),
-        states=mamba_states, rope_layers=family.if_named_rope,
-        moe=moe.where_any(
+        layers=layer(fused_gate_up=True, **dense.GRANITE_KEYS, **dense.ATTENTION_BIAS),
+        states=mamba_config, rope_layers=family.if_named_rope,
+        moe=moe.if_any(
             key("num_local_experts"),
             moe.experts(**moe.MIXTRAL, shared_size=size("shared_intermediate_size")),
         ),
-        # Why: without them, a model would have no experts.
+        # Why: a config without these keys is not a model without experts.
         defaults={
             "num_local_experts": 8, "num_experts_per_tok": 2, "shared_intermediate_size": 1024,
         },
         names=GRANITE_4_NAMES, intermediate_size=size("shared_intermediate_size"),
-        gguf=files("granitehybrid", pairs=True, read=granite_hybrid, names=GGUF_MAMBA),
+        gguf=files("granitehybrid", interleaved=True, read=granite_keys, names=GGUF_MAMBA),
     ),
     "Lfm2ForCausalLM": Family(
-        "lfm2", plan=LFM2, states=conv_states,
-        names=LFM2_NAMES, intermediate_size=lfm2_inner_size, norm_eps="norm_eps",
-        gguf=files("lfm2", read=attending, fixed={"block_auto_adjust_ff_dim": False}),
+        "lfm2", layers=LFM2, states=conv_config,
+        names=LFM2_NAMES, intermediate_size=lfm2_intermediate_size, norm_eps="norm_eps",
+        gguf=files("lfm2", read=layer_type_keys, constants={"block_auto_adjust_ff_dim": False}),
     ),
     "Lfm2MoeForCausalLM": Family(
-        "lfm2_moe", plan=LFM2, states=conv_states,
+        "lfm2_moe", layers=LFM2, states=conv_config,
         moe=moe.experts(
             correction_bias=key("use_expert_bias"), layers=moe.layers_from("num_dense_layers"),
-            **{**moe.SCALED, "norm_epsilon": 1e-6},
+            **{**moe.SIGMOID, "norm_epsilon": 1e-6},
         ),
         names=LFM2_NAMES | {"mlp.gate.e_score_correction_bias": "feed_forward.expert_bias"},
-        norm_eps="norm_eps", gguf=files("lfm2moe", read=attending),
+        norm_eps="norm_eps", gguf=files("lfm2moe", read=layer_type_keys),
     ),
     "Lfm3ForCausalLM": Family(
-        "lfm3", lfm3_layers,
-        plan=plan(
+        "lfm3", add_layer_types,
+        layers=layer(
             only={"attention_bias": (False,)}, qk_norm="per_head",
-            norms=key("use_sandwich_norm", lambda asked: "sandwich" if asked else "pre"),
-            output_gate=key("use_attention_gate", lambda asked: "per_head" if asked else False),
+            norms=key("use_sandwich_norm", lambda on: "sandwich" if on else "pre"),
+            output_gate=key("use_attention_gate", lambda on: "per_head" if on else False),
         ),
-        states=conv_states, windows=family.windows(lambda keys, layer: False),
-        bases=("rope_theta", "rope_local_base_freq"),
+        states=conv_config, windows=family.windows(lambda keys, layer: False),
+        rope_theta_keys=("rope_theta", "rope_local_base_freq"),
         names={
             "attention_output_norm": "post_operator_norm", "mlp_output_norm": "post_ffn_norm",
-            # Why: it must not be renamed; only the MLP's gate is.
+            # Why: only the gate of the MLP must be renamed, not this one.
             "self_attn.gate_proj": "self_attn.gate_proj", **LFM_NAMES,
         },
         norm_eps="norm_eps",
     ),
     "NemotronHForCausalLM": Family(
-        "nemotron_h", nemotron_layers,
-        plan=plan(
+        "nemotron_h", normalize_nemotron_h,
+        layers=layer(
             only={
                 "mlp_hidden_act": ("relu2",), "mamba_hidden_act": ("silu",),
                 "residual_in_fp32": (False,), "n_shared_experts": (1,),
             },
-            layers_block_type=nemotron_blocks, norm="wide", gated_mlp=False, hidden_act="relu2",
-            **family.same("mlp_bias"),
+            layers_block_type=nemotron_blocks, norm="fp32_weight", gated_mlp=False,
+            hidden_act="relu2", **family.from_keys("mlp_bias"),
         ),
-        states=nemotron_states, rope_layers=family.nowhere,
-        moe=moe.where_any(nemotron_experts, moe.experts(**{
+        states=nemotron_h_config, rope_layers=family.nowhere,
+        moe=moe.if_any(nemotron_experts, moe.experts(**{
             **moe.DEEPSEEK_KEYS, "shared_size": size("moe_shared_expert_intermediate_size"),
             "layers": nemotron_experts, "gated": False,
         })),
-        names=NEMOTRON_NAMES, ignored_tensors=moe.DRAFTS, norm_eps="layer_norm_epsilon",
-        # Why unread: files without experts may have keys for them.
+        names=NEMOTRON_NAMES, ignored_tensors=moe.MTP_TENSORS, norm_eps="layer_norm_epsilon",
+        # Why ignored: files without experts may have their keys.
         gguf=files(
-            "nemotron_h", "nemotron_h_moe", read=nemotron, names=GGUF_MAMBA, unread=moe.GGUF_KEYS,
+            "nemotron_h", "nemotron_h_moe", read=nemotron_keys, names=GGUF_MAMBA,
+            ignored_keys=moe.GGUF_EXPERT_KEYS,
         ),
     ),
     "Qwen3_5ForCausalLM": Family(
-        "qwen3_5_text", plan=QWEN_NEXT, states=delta_states,
-        partial=True, rope_extra=dense.M_ROPE, ignored_tensors=moe.DRAFTS,
+        "qwen3_5_text", layers=QWEN_NEXT, states=delta_config,
+        partial_rotary=True, rope_extra=dense.M_ROPE, ignored_tensors=moe.MTP_TENSORS,
         gguf=files(
-            "qwen35", read=delta, names=GGUF_DELTA, unread=dense.IMAGES, tiled=True,
+            "qwen35", read=delta_keys, names=GGUF_DELTA, ignored_keys=dense.IMAGE_KEYS, tiled=True,
         ),
     ),
     "Qwen3_5MoeForCausalLM": Family(
-        "qwen3_5_moe_text", plan=QWEN_NEXT, states=delta_states,
-        # Why: the class has no such key; its model code always divides.
-        moe=moe.QWEN_SHARED, partial=True, defaults={"norm_topk_prob": True},
-        rope_extra=dense.M_ROPE, names=moe.SHARED_NAMES, ignored_tensors=moe.DRAFTS,
+        "qwen3_5_moe_text", layers=QWEN_NEXT, states=delta_config,
+        # Why: the config class lacks this key, because the model code always normalizes.
+        moe=moe.QWEN_SHARED, partial_rotary=True, defaults={"norm_topk_prob": True},
+        rope_extra=dense.M_ROPE, names=moe.SHARED_NAMES, ignored_tensors=moe.MTP_TENSORS,
         intermediate_size=moe.EXPERT_SIZE,
         gguf=files(
-            "qwen35moe", read=delta, names=GGUF_DELTA, unread=dense.IMAGES, tiled=True,
+            "qwen35moe", read=delta_keys, names=GGUF_DELTA, ignored_keys=dense.IMAGE_KEYS,
+            tiled=True,
         ),
     ),
     "Qwen3NextForCausalLM": Family(
-        "qwen3_next", plan=QWEN_NEXT, states=merged_delta_states,
-        moe=moe.QWEN_SHARED, partial=True, names=moe.SHARED_NAMES, ignored_tensors=moe.DRAFTS,
-        gguf=files("qwen3next", read=delta, names=GGUF_DELTA),
+        "qwen3_next", layers=QWEN_NEXT, states=fused_delta_config,
+        moe=moe.QWEN_SHARED, partial_rotary=True, names=moe.SHARED_NAMES,
+        ignored_tensors=moe.MTP_TENSORS, gguf=files("qwen3next", read=delta_keys, names=GGUF_DELTA),
     ),
 }
 # fmt: on

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from nanoengine.checkpoint.config_reader import KEYS, ConfigReader, Json
+from nanoengine.checkpoint.config_reader import SCHEMA, ConfigReader, Json
 from nanoengine.checkpoint.families import dense, moe
-from nanoengine.checkpoint.families.family import Family, Reader, files, key, plan
+from nanoengine.checkpoint.families.family import Family, Reader, files, key, layer
 from nanoengine.checkpoint.gguf_keys import Metadata
 from nanoengine.checkpoint.layer_config import MLAConfig
 from nanoengine.errors import UnsupportedModelError
 
 
-def latent(keys: ConfigReader, value_dim: int | None = None) -> MLAConfig:
-    """DeepSeek-V2's sizes of attention."""
+def mla_config(keys: ConfigReader, value_dim: int | None = None) -> MLAConfig:
+    """Reads the sizes of MLA; `value_dim` replaces the key v_head_dim."""
     names = "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim"
     sizes = {name: keys.require(name) for name in names}
     if sizes["qk_rope_head_dim"] % 2:
@@ -22,133 +22,135 @@ def latent(keys: ConfigReader, value_dim: int | None = None) -> MLAConfig:
     return MLAConfig(q_lora_rank=keys.get("q_lora_rank"), v_head_dim=value_dim, **sizes)
 
 
-def minicpm_latent(keys: ConfigReader) -> MLAConfig:
-    """The same, with a default for the size of values: the head dim of ordinary attention."""
-    plain = keys.require("hidden_size") // keys.require("num_attention_heads")
-    return latent(keys, keys.get("v_head_dim") or plain)
+def minicpm3_mla_config(keys: ConfigReader) -> MLAConfig:
+    """MiniCPM3: the same, but v_head_dim has a default, the hidden size per head."""
+    default = keys.require("hidden_size") // keys.require("num_attention_heads")
+    return mla_config(keys, keys.get("v_head_dim") or default)
 
 
 def depth_scale(keys: ConfigReader) -> float:
-    """MiniCPM's factor on what a layer adds."""
+    """MiniCPM3: the factor on the outputs of attention and MLP."""
     layers: int = keys.require("num_hidden_layers")
     depth: float | None = keys.get("scale_depth")
     return 1.0 if depth is None else depth / layers**0.5
 
 
-def limited(name: str) -> Reader[int]:
-    """DeepSeek-V2: the value of this key in the large model; the others have no groups of
-    experts."""
+def if_group_limited(name: str) -> Reader[int]:
+    """DeepSeek-V2: returns a reader of this key for the large model, or of 1 for the other models,
+    which have no expert groups."""
     return lambda keys: (
         keys.require(name) if keys.get("topk_method") == "group_limited_greedy" else 1
     )
 
 
 # fmt: off
-def has_no_experts(given: Metadata) -> bool:
-    return not given.get("expert_count", int)
+def has_no_experts(metadata: Metadata) -> bool:
+    return not metadata.get("expert_count", int)
 
 
-def has_sigmoid_experts(given: Metadata) -> bool:
-    """Why not only by the key: early files of GLM-4.7-Flash lack it, and only sigmoid scores have
-    such a bias."""
-    biased = any(name.endswith(".exp_probs_b.bias") for name in given.tensors)
-    score = given.get("expert_gating_func", int, 2 if biased else 1)
-    return score == 2 and not has_no_experts(given)
+def has_sigmoid_experts(metadata: Metadata) -> bool:
+    """Whether experts have sigmoid scores. Early files of GLM-4.7-Flash lack the key; they are
+    recognized by the correction bias, which only sigmoid scores have."""
+    has_bias = any(name.endswith(".exp_probs_b.bias") for name in metadata.tensors)
+    score = metadata.get("expert_gating_func", int, 2 if has_bias else 1)
+    return score == 2 and not has_no_experts(metadata)
 
 
-def mla_sizes(given: Metadata) -> Json:
-    """The sizes of MLA. Older files store them under the keys of ordinary heads."""
-    rope_dim = given.get("rope.dimension_count", int, 0)
-    size = given.get("attention.key_length_mla", int) or given.head_dim
-    # Why read: depending on the writer it is 1, or the number of heads.
-    given.get("attention.head_count_kv", Any)
-    value = given.get("attention.value_length_mla", int)
-    value = value or given.one("attention.value_length", int)
+def mla_sizes(metadata: Metadata) -> Json:
+    """The sizes of MLA. Older files store them in the keys of ordinary attention."""
+    rope_dim = metadata.get("rope.dimension_count", int, 0)
+    size = metadata.get("attention.key_length_mla", int) or metadata.head_dim
+    # Why read but not used: depending on the writer it is 1 or the number of heads.
+    metadata.get("attention.head_count_kv", Any)
+    value = metadata.get("attention.value_length_mla", int)
+    value = value or metadata.uniform("attention.value_length", int)
     return {
-        "q_lora_rank": given.get("attention.q_lora_rank", int),
+        "q_lora_rank": metadata.get("attention.q_lora_rank", int),
         "qk_rope_head_dim": rope_dim, "qk_nope_head_dim": size - rope_dim, "v_head_dim": value,
-        "num_key_value_heads": given.get("attention.head_count", int),
+        "num_key_value_heads": metadata.get("attention.head_count", int),
         "head_dim": max(2, rope_dim),
     }
 
 
-ABSENT = {
+GGUF_DEFAULTS = {
     "n_group": 1, "topk_group": 1, "norm_topk_prob": False, "routed_scaling_factor": 1.0,
     "first_k_dense_replace": 0, "n_shared_experts": 0,
 }
-"""Keys -> their meaning if a GGUF file lacks them. Source: llama.cpp."""
+"""Key of config.json -> its value if the GGUF file lacks it. Source: llama.cpp."""
 
 
-def deepseek(given: Metadata) -> Json:
-    found = {key: given.get(KEYS[key].gguf, Any) or value for key, value in ABSENT.items()}
-    return found | mla_sizes(given)
+def deepseek_keys(metadata: Metadata) -> Json:
+    found = {k: metadata.get(SCHEMA[k].gguf, Any) or value for k, value in GGUF_DEFAULTS.items()}
+    return found | mla_sizes(metadata)
 
 
-def deepseek_2(given: Metadata) -> Json:
-    """The same; only the large model limits groups of experts."""
-    found = deepseek(given)
+def deepseek_2_keys(metadata: Metadata) -> Json:
+    """The same for DeepSeek-V2; only the large model has expert groups."""
+    found = deepseek_keys(metadata)
     if found["n_group"] == 1:
         return found | {"n_group": None, "topk_group": None}
     return found | {"topk_method": "group_limited_greedy"}
 
 
-DEEPSEEK_PLAN = plan(
-    only={"topk_method": ("noaux_tc",)}, latent=latent, **dense.ATTENTION_BIAS,
+DEEPSEEK_LAYERS = layer(
+    only={"topk_method": ("noaux_tc",)}, mla=mla_config, **dense.ATTENTION_BIAS,
     rope_interleaved=key("rope_interleave"),
 )
-# Why in code: a key of `COMMON`. Published checkpoints have one layer for drafts.
-UNUSED_HEAD = {"head_dim": 64}  # Why: MLA has other sizes, and one computed from others may be odd
+# Why: MLA does not use head_dim, and its default, which is computed from other keys, may be odd.
+UNUSED_HEAD_DIM = {"head_dim": 64}
 
 FAMILIES: dict[str, Family] = {
     "DeepseekV2ForCausalLM": Family(
         "deepseek_v2",
-        plan=plan(
+        layers=layer(
             only={
                 "topk_method": ("greedy", "group_limited_greedy"), "norm_topk_prob": (False,),
             },
-            latent=latent, rope_interleaved=True, **dense.LLAMA,
+            mla=mla_config, rope_interleaved=True, **dense.LLAMA,
         ),
         moe=moe.experts(
-            count="n_routed_experts", norm_topk_prob=False, shared_size=moe.shared_size(),
+            count_key="n_routed_experts", norm_topk_prob=False, shared_size=moe.shared_size(),
             scaling_factor=key("routed_scaling_factor"),
             layers=moe.layers_from("first_k_dense_replace"),
-            num_groups=limited("n_group"), groups_per_token=limited("topk_group"),
+            num_groups=if_group_limited("n_group"), groups_per_token=if_group_limited("topk_group"),
             best_of_group=1,
         ),
-        defaults=UNUSED_HEAD, gguf=files("deepseek2", read=deepseek_2),
+        defaults=UNUSED_HEAD_DIM, gguf=files("deepseek2", read=deepseek_2_keys),
     ),
     "DeepseekV3ForCausalLM": Family(
-        "deepseek_v3", plan=DEEPSEEK_PLAN, moe=moe.DEEPSEEK, defaults=UNUSED_HEAD | moe.DRAFT_LAYER,
-        gguf=files("deepseek2", when=has_sigmoid_experts, read=deepseek),
+        "deepseek_v3", layers=DEEPSEEK_LAYERS, moe=moe.DEEPSEEK,
+        defaults=UNUSED_HEAD_DIM | moe.ONE_MTP_LAYER,
+        gguf=files("deepseek2", when=has_sigmoid_experts, read=deepseek_keys),
     ),
     "Glm4MoeLiteForCausalLM": Family(
-        "glm4_moe_lite", plan=DEEPSEEK_PLAN,
+        "glm4_moe_lite", layers=DEEPSEEK_LAYERS,
         moe=moe.experts(**{**moe.DEEPSEEK_KEYS, "layers": moe.named_sparse_layers}),
-        defaults={"first_k_dense_replace": 1, **moe.DRAFT_LAYER},
+        defaults={"first_k_dense_replace": 1, **moe.ONE_MTP_LAYER},
     ),
     "MiniCPM3ForCausalLM": Family(
         "minicpm3",
-        plan=plan(
-            latent=minicpm_latent, embedding_multiplier=key("scale_emb"),
+        layers=layer(
+            mla=minicpm3_mla_config, embedding_multiplier=key("scale_emb"),
             residual_multiplier=depth_scale, **dense.LLAMA,
             logit_scale=lambda keys: keys.require("dim_model_base") / keys.require("hidden_size"),
         ),
-        # Why in code: other families with MLA must have these sizes.
+        # Why not in defaults.json: configs of other families with MLA must have these sizes.
         defaults={
             "head_dim": 32, "kv_lora_rank": 256, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32,
         },
         gguf=files("minicpm3", read=mla_sizes),
     ),
     "YoutuForCausalLM": Family(
-        "youtu",
-        plan=plan(latent=latent, rope_interleaved=key("rope_interleave"), **dense.ATTENTION_BIAS),
+        "youtu", layers=layer(
+            mla=mla_config, rope_interleaved=key("rope_interleave"), **dense.ATTENTION_BIAS,
+        ),
         defaults={
             "head_dim": 64, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
             "v_head_dim": 128,
         },
         gguf=files(
-            # Why: such files have some sizes of experts nevertheless.
-            "deepseek2", when=has_no_experts, read=mla_sizes, unread=moe.GGUF_KEYS,
+            # Why ignored: these files have some keys of experts, although they have no experts.
+            "deepseek2", when=has_no_experts, read=mla_sizes, ignored_keys=moe.GGUF_EXPERT_KEYS,
         ),
     ),
 }

@@ -4,18 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from nanoengine.checkpoint.config_reader import KEYS, ConfigReader, Json
+from nanoengine.checkpoint.config_reader import SCHEMA, ConfigReader, Json
 from nanoengine.checkpoint.families import dense, family
-from nanoengine.checkpoint.families.family import (
-    Family,
-    Reader,
-    files,
-    has,
-    key,
-    made,
-    plan,
-    size,
-)
+from nanoengine.checkpoint.families.family import Family, Reader, files, has, key, layer, make, size
 from nanoengine.checkpoint.gguf_keys import Metadata
 from nanoengine.checkpoint.layer_config import MoEConfig
 from nanoengine.errors import UnsupportedModelError
@@ -24,53 +15,58 @@ from nanoengine.settings.checks import repr_short
 
 def experts(
     *,
-    count: str = "num_experts",
-    taken: str = "num_experts_per_tok",
-    inner: str = "moe_intermediate_size",
+    count_key: str = "num_experts",
+    top_k_key: str = "num_experts_per_tok",
+    size_key: str = "moe_intermediate_size",
     score: str = "softmax",
     **fields: Any,
 ) -> Reader[MoEConfig]:
-    """Returns a reader of a mixture of experts. `count`, `taken` and `inner` are the keys for the
-    number of experts, the experts per token, and their inner size."""
+    """Returns a reader of a MoEConfig with these further fields.
+
+    Args:
+        count_key, top_k_key, size_key: the keys of the number of experts, the number of experts per
+            token, and the intermediate size of an expert.
+    """
 
     def read(keys: ConfigReader) -> MoEConfig:
         if score == "sigmoid":
-            keys.allow("scoring_func", score)
+            keys.require_one_of("scoring_func", score)
         usual = {
-            # Why a second: some writers of Qwen3-MoE use this key.
-            "num_experts": size(count, "num_local_experts"),
-            "num_experts_per_tok": size(taken, "num_experts_per_tok"),
-            "intermediate_size": size(inner),
+            # Why a second key: some writers of Qwen3-MoE use it.
+            "num_experts": size(count_key, "num_local_experts"),
+            "num_experts_per_tok": size(top_k_key, "num_experts_per_tok"),
+            "intermediate_size": size(size_key),
             "layers": tuple(range(keys.require("num_hidden_layers"))),
         }
-        moe = made(MoEConfig, {**usual, "score": score, **fields}, keys)
+        moe = make(MoEConfig, {**usual, "score": score, **fields}, keys)
         if moe.num_experts_per_tok > moe.num_experts:
             raise UnsupportedModelError(
-                f"{taken}={moe.num_experts_per_tok} must be at most {count}={moe.num_experts}"
+                f"{top_k_key}={moe.num_experts_per_tok} exceeds {count_key}={moe.num_experts}"
             )
         if moe.score == "sparsemixer" and moe.num_experts_per_tok != 2:
             raise UnsupportedModelError(
-                f"{taken}={moe.num_experts_per_tok} is not implemented; supported: 2"
+                f"{top_k_key}={moe.num_experts_per_tok} is not implemented; supported: 2"
             )
-        groups, kept = moe.num_groups, moe.groups_per_token
-        small = groups > 1 and moe.num_experts < moe.best_of_group * groups
-        if not 1 <= kept <= groups or moe.num_experts % groups or small:
+        groups, selected = moe.num_groups, moe.groups_per_token
+        too_small = groups > 1 and moe.num_experts < moe.best_of_group * groups
+        if not 1 <= selected <= groups or moe.num_experts % groups or too_small:
             raise UnsupportedModelError(
-                f"n_group={groups} and topk_group={kept} must make equal groups of two and more of"
-                f" {count}={moe.num_experts}"
+                f"n_group={groups}, topk_group={selected}: topk_group must be from 1 to n_group;"
+                f" groups of {count_key}={moe.num_experts} must have equal sizes of at least 2"
             )
         return moe
 
     return read
 
 
-def where_any(some: Reader[Any], moe: Reader[MoEConfig]) -> Reader[MoEConfig | None]:
-    """A mixture of experts if `some` finds any."""
-    return lambda keys: moe(keys) if some(keys) else None
+def if_any(condition: Reader[Any], moe: Reader[MoEConfig]) -> Reader[MoEConfig | None]:
+    """Returns a reader of a MoEConfig; None if `condition` returns a false value."""
+    return lambda keys: moe(keys) if condition(keys) else None
 
 
 def layers_from(name: str) -> Reader[tuple[int, ...]]:
-    """The first layers are dense; this key has their number."""
+    """Returns a reader of the layers with experts: the first layers are dense, and this key has
+    their number."""
     return lambda keys: tuple(range(keys.get(name), keys.require("num_hidden_layers")))
 
 
@@ -82,15 +78,15 @@ def sparse_layers(keys: ConfigReader) -> tuple[int, ...]:
 
 
 def named_sparse_layers(keys: ConfigReader) -> tuple[int, ...]:
-    """The layers in `mlp_layer_types`, else as `layers_from`."""
+    """The layers with experts are in `mlp_layer_types`, or else all after the first dense ones."""
     layers, kinds = keys.require("num_hidden_layers"), keys.get("mlp_layer_types")
     if not kinds:
         return layers_from("first_k_dense_replace")(keys)
-    keys.get("first_k_dense_replace")  # the older name of the same
+    keys.get("first_k_dense_replace")  # an older key with the same meaning
     if len(kinds) != layers or {*kinds} - {"dense", "sparse"}:
         raise UnsupportedModelError(
-            f"mlp_layer_types={repr_short(kinds)} must be 'dense' or 'sparse' for each of"
-            f" num_hidden_layers={layers}"
+            f"mlp_layer_types={repr_short(kinds)} must have num_hidden_layers={layers} entries,"
+            " each 'dense' or 'sparse'"
         )
     return family.layers_of(kinds, "sparse")
 
@@ -104,7 +100,8 @@ def ernie_layers(keys: ConfigReader) -> tuple[int, ...]:
 
 
 def shared_size(name: str = "n_shared_experts") -> Reader[int]:
-    """DeepSeek-V3: this key has the number of shared experts, each of an expert's size."""
+    """Returns a reader of the size of the shared expert. This key has the number of shared experts,
+    which have the size of the other experts."""
 
     def read(keys: ConfigReader) -> int:
         count = keys.get(name)
@@ -115,66 +112,67 @@ def shared_size(name: str = "n_shared_experts") -> Reader[int]:
 
 
 def mup_scale(keys: ConfigReader) -> float:
-    """AFMoE: embeddings are scaled by the root of the hidden size if `mup_enabled` is set."""
+    """AFMoE: if `mup_enabled` is set, embeddings are scaled by the root of the hidden size."""
     return keys.require("hidden_size") ** 0.5 if keys.get("mup_enabled") else 1.0
 
 
 # fmt: off
-# fmt: off
-def expert_size(given: Metadata) -> Json:
-    """For families that store the size of experts as the MLP's size in config.json."""
-    return {"intermediate_size": given.one("expert_feed_forward_length", int)}
+def expert_size_keys(metadata: Metadata) -> Json:
+    """For families whose config.json has the size of experts in `intermediate_size`."""
+    return {"intermediate_size": metadata.uniform("expert_feed_forward_length", int)}
 
 
-def always_normed(given: Metadata) -> Json:
-    """For families that always divide the weights of a token's experts by their sum."""
-    if not given.get("expert_weights_norm", bool, True):
-        given.refuse("expert_weights_norm", "True")
+def require_norm_topk(metadata: Metadata) -> Json:
+    """For families that always normalize the weights of a token's experts."""
+    if not metadata.get("expert_weights_norm", bool, True):
+        metadata.reject("expert_weights_norm", "True")
     return {}
 
 
-def hunyuan_3(given: Metadata) -> Json:
-    """The number of shared experts, from their size; layers without a router are dense."""
-    size = given.get("expert_feed_forward_length", int) or 1
-    routers = [f"blk.{n}.ffn_gate_inp.weight" in given.tensors for n in range(given.main_layers)]
-    return always_normed(given) | {
-        "num_shared_experts": given.get("expert_shared_feed_forward_length", int, 0) // size,
+def hunyuan_3_keys(metadata: Metadata) -> Json:
+    """The number of shared experts, computed from their size; and the number of dense layers at the
+    start, which have no router."""
+    size, layers = metadata.get("expert_feed_forward_length", int) or 1, metadata.num_main_layers
+    routers = [f"blk.{n}.ffn_gate_inp.weight" in metadata.tensors for n in range(layers)]
+    return require_norm_topk(metadata) | {
+        "num_shared_experts": metadata.get("expert_shared_feed_forward_length", int, 0) // size,
         "first_k_dense_replace": routers.index(True) if True in routers else len(routers),
     }
 
 
-# Why: if all layers have experts, configs need no other MLP size.
+# Why two keys: if all layers have experts, configs need not have intermediate_size.
 EXPERT_SIZE = size("intermediate_size", "moe_intermediate_size")
 NORM_TOPK = {"norm_topk_prob": key("norm_topk_prob")}
 QWEN = {"layers": sparse_layers, **NORM_TOPK}
 QWEN_SHARED = experts(
     shared_size=size("shared_expert_intermediate_size"), shared_gate=True, **QWEN,
 )
-SCALED = {
+SIGMOID = {
     "score": "sigmoid", "scaling_factor": key("routed_scaling_factor"), "norm_epsilon": 1e-20,
     **NORM_TOPK,
 }
 DEEPSEEK_KEYS = {
-    "count": "n_routed_experts", "correction_bias": True, "num_groups": key("n_group"),
+    "count_key": "n_routed_experts", "correction_bias": True, "num_groups": key("n_group"),
     "groups_per_token": key("topk_group"), "shared_size": shared_size(),
-    "layers": layers_from("first_k_dense_replace"), **SCALED,
+    "layers": layers_from("first_k_dense_replace"), **SIGMOID,
 }
 DEEPSEEK = experts(**DEEPSEEK_KEYS)
-GGUF_KEYS = (
-    *sorted({key.gguf for key in KEYS.values() if key.gguf.startswith("expert_")}),
+GGUF_EXPERT_KEYS = (
+    *sorted({key.gguf for key in SCHEMA.values() if key.gguf.startswith("expert_")}),
     "leading_dense_block_count",
 )
-"""The names of expert keys in GGUF files."""
-# Why no norm key: a softmax over the selected experts equals one over all, divided by their sum.
-MIXTRAL = {"count": "num_local_experts", "inner": "intermediate_size"}
-# Why another key: these families have another name for the shared experts.
+"""Keys of experts in GGUF files."""
+# Why norm_topk_prob is not set: these families compute the softmax over the selected experts, which
+# equals the softmax over all experts after normalization.
+MIXTRAL = {"count_key": "num_local_experts", "size_key": "intermediate_size"}
+# Families with another key for the number of shared experts.
 SHARED = {"correction_bias": True, "shared_size": shared_size("num_shared_experts")}
 
-DRAFTS = r"mtp\."
-DRAFT_LAYER = {"num_nextn_predict_layers": 1}
+MTP_TENSORS = r"mtp\."
+ONE_MTP_LAYER = {"num_nextn_predict_layers": 1}
 
-NUMBERED = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
-MIXTRAL_NAMES = {"mlp": "block_sparse_moe", **NUMBERED}
+W123_NAMES = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
+MIXTRAL_NAMES = {"mlp": "block_sparse_moe", **W123_NAMES}
 SHARED_NAMES = {"shared_experts": "shared_expert"}
 GRANITE_NAMES = {
     "mlp.gate": "block_sparse_moe.router.layer",
@@ -189,9 +187,9 @@ GRANITE_SHARED_NAMES = GRANITE_NAMES | {
 FAMILIES: dict[str, Family] = {
     "AfmoeForCausalLM": Family(
         "afmoe",
-        plan=plan(
-            only={"attention_bias": (False,)}, norms="sandwich", norm="wide", qk_norm="per_head",
-            output_gate="gate_proj", embedding_multiplier=mup_scale,
+        layers=layer(
+            only={"attention_bias": (False,)}, norms="sandwich", norm="fp32_weight",
+            qk_norm="per_head", output_gate="gate_proj", embedding_multiplier=mup_scale,
         ),
         windows=family.all_but_every("global_attn_every_n_layers"),
         rope_layers=family.only_with_window,
@@ -206,66 +204,66 @@ FAMILIES: dict[str, Family] = {
             "mlp.gate": "mlp.router.gate", "mlp.gate.e_score_correction_bias": "mlp.expert_bias",
         },
         gguf=files(
-            "afmoe", slides=4, fixed={"mup_enabled": True}, read=always_normed,
+            "afmoe", full_every=4, constants={"mup_enabled": True}, read=require_norm_topk,
             names={"attn_gate": "self_attn.gate_proj"},
         ),
     ),
     "Dots1ForCausalLM": Family(
-        "dots1", plan=dense.QWEN3, moe=DEEPSEEK,
+        "dots1", layers=dense.QWEN3, moe=DEEPSEEK,
         windows=family.windows(family.from_max_window_layers),
-        defaults={"n_shared_experts": None},  # Why: the class has None, which is not a number.
+        defaults={"n_shared_experts": None},  # Why: it is null in the config class.
         gguf=files("dots1"),
     ),
     "Ernie4_5_MoeForCausalLM": Family(
         "ernie4_5_moe",
-        plan=plan(only={"use_bias": (False,), "moe_norm_min": (1e-12,)}, rope_interleaved=True),
+        layers=layer(only={"use_bias": (False,), "moe_norm_min": (1e-12,)}, rope_interleaved=True),
         moe=experts(
-            count="moe_num_experts", taken="moe_k", correction_bias="row", norm_least=1e-12,
-            shared_size=shared_size("moe_num_shared_experts"),
-            layers=ernie_layers,
+            count_key="moe_num_experts", top_k_key="moe_k", correction_bias="row", norm_min=1e-12,
+            shared_size=shared_size("moe_num_shared_experts"), layers=ernie_layers,
         ),
         names={"mlp.gate.e_score_correction_bias": "mlp.moe_statics.e_score_correction_bias"},
         ignored_tensors=r"model\.mtp_",
-        gguf=files("ernie4_5-moe", unread=("expert_shared_feed_forward_length",)),
+        gguf=files("ernie4_5-moe", ignored_keys=("expert_shared_feed_forward_length",)),
     ),
     "ExaoneMoeForCausalLM": Family(
-        "exaone_moe", plan=plan(qk_norm="per_head"), windows=family.all_but_every(),
+        "exaone_moe", layers=layer(qk_norm="per_head"), windows=family.all_but_every(),
         rope_layers=family.exaone_rope,
-        moe=experts(**{**DEEPSEEK_KEYS, "count": "num_experts", **SHARED,
+        moe=experts(**{**DEEPSEEK_KEYS, "count_key": "num_experts", **SHARED,
                        "layers": named_sparse_layers}),
         names={"mlp.gate.e_score_correction_bias": "mlp.e_score_correction_bias"},
-        ignored_tensors=DRAFTS, gguf=files(
-            "exaone-moe", slides=4, unread=("expert_shared_feed_forward_length",),
+        ignored_tensors=MTP_TENSORS, gguf=files(
+            "exaone-moe", full_every=4, ignored_keys=("expert_shared_feed_forward_length",),
         ),
     ),
     "FlexOlmoForCausalLM": Family(
-        "flex_olmo", plan=dense.OLMO2, moe=experts(inner="intermediate_size", **NORM_TOPK),
+        "flex_olmo", layers=dense.OLMO2, moe=experts(size_key="intermediate_size", **NORM_TOPK),
         names=dense.POST_NORM_NAMES,
     ),
     "Glm4MoeForCausalLM": Family(
         "glm4_moe",
-        plan=plan(
+        layers=layer(
             qkv_bias=key("attention_bias"),
-            qk_norm=key("use_qk_norm", lambda asked: "per_head" if asked else None),
+            qk_norm=key("use_qk_norm", lambda on: "per_head" if on else None),
         ),
-        moe=DEEPSEEK, partial=True, defaults=DRAFT_LAYER,
+        moe=DEEPSEEK, partial_rotary=True, defaults=ONE_MTP_LAYER,
         gguf=files(
-            "glm4moe", fixed={"use_qk_norm": True}, unread=dense.IMAGES, names=dense.BEFORE_MLP,
+            "glm4moe", constants={"use_qk_norm": True}, ignored_keys=dense.IMAGE_KEYS,
+            names=dense.PRE_MLP_NORM,
         ),
     ),
     "GptOssForCausalLM": Family(
         "gpt_oss",
-        plan=plan(
+        layers=layer(
             only={"attention_bias": (True,), "swiglu_alpha": (1.702,), "swiglu_limit": (7.0,)},
-            norm="wide", qkv_bias=True, output_bias=True, hidden_act="clamped_swiglu",
+            norm="fp32_weight", qkv_bias=True, output_bias=True, hidden_act="clamped_swiglu",
             attention_sinks=True,
         ),
         windows=family.all_but_every(2),
         moe=experts(
             **MIXTRAL, router_bias=True, expert_bias=True, interleaved=True, inputs_first=True,
         ),
-        # Why: the class includes a base too, which would take precedence over a config's own. And
-        # the published files don't say which dtype they have.
+        # Why: the class also has a base, which would take precedence over the base in a config; and
+        # published checkpoints lack the dtype.
         defaults={
             "rope_parameters": {
                 "rope_type": "yarn", "factor": 32.0, "truncate": False,
@@ -274,25 +272,25 @@ FAMILIES: dict[str, Family] = {
             "torch_dtype": "bfloat16",
         },
         names={"mlp.gate": "mlp.router"},
-        gguf=files("gpt-oss", read=expert_size, names=dense.BEFORE_MLP, slides=2),
+        gguf=files("gpt-oss", read=expert_size_keys, names=dense.PRE_MLP_NORM, full_every=2),
     ),
     "GraniteMoeForCausalLM": Family(
-        "granitemoe", plan=dense.GRANITE, moe=experts(**MIXTRAL), names=GRANITE_NAMES,
-        gguf=files("granitemoe", pairs=True),
+        "granitemoe", layers=dense.GRANITE, moe=experts(**MIXTRAL), names=GRANITE_NAMES,
+        gguf=files("granitemoe", interleaved=True),
     ),
     "GraniteMoeSharedForCausalLM": Family(
-        "granitemoeshared", plan=plan(**dense.GRANITE_KEYS, **dense.LLAMA, fused_gate_up=True),
+        "granitemoeshared", layers=layer(**dense.GRANITE_KEYS, **dense.LLAMA, fused_gate_up=True),
         moe=experts(**MIXTRAL, shared_size=key("shared_intermediate_size")),
         names=GRANITE_SHARED_NAMES,
         gguf=files(
-            "granitemoe", when=has("expert_shared_feed_forward_length"), pairs=True,
+            "granitemoe", when=has("expert_shared_feed_forward_length"), interleaved=True,
         ),
     ),
     "GraniteMoeSWAForCausalLM": Family(
         "granitemoe_swa",
-        plan=plan(**dense.GRANITE_KEYS, **dense.ATTENTION_BIAS, fused_gate_up=True,
+        layers=layer(**dense.GRANITE_KEYS, **dense.ATTENTION_BIAS, fused_gate_up=True,
                   attention_sinks=True),
-        windows=family.all_but_first_of_four, rope_layers=family.layer_bases,
+        windows=family.all_but_first_of_four, rope_layers=family.layer_thetas,
         moe=experts(**MIXTRAL, shared_size=key("shared_intermediate_size")),
         names={
             "mlp": "block_sparse_moe", "mlp.gate": "block_sparse_moe.router",
@@ -300,9 +298,10 @@ FAMILIES: dict[str, Family] = {
         },
     ),
     "HunYuanMoEV1ForCausalLM": Family(
-        "hunyuan_v1_moe", plan=plan(qk_norm="post_rope", **dense.ATTENTION_BIAS),
+        "hunyuan_v1_moe", layers=layer(qk_norm="post_rope", **dense.ATTENTION_BIAS),
         moe=experts(
-            inner="intermediate_size", taken="moe_topk", shared_size=size("intermediate_size"),
+            size_key="intermediate_size", top_k_key="moe_topk",
+            shared_size=size("intermediate_size"),
         ),
         rope_extra=dense.HUNYUAN_ROPE,
         names={
@@ -311,14 +310,14 @@ FAMILIES: dict[str, Family] = {
         },
         gguf=files(
             "hunyuan-moe",
-            unread=(
+            ignored_keys=(
                 "expert_feed_forward_length", "expert_shared_count",
                 "expert_shared_feed_forward_length",
             ),
         ),
     ),
     "HYV3ForCausalLM": Family(
-        "hy_v3", plan=plan(qk_norm="per_head", **dense.LLAMA),
+        "hy_v3", layers=layer(qk_norm="per_head", **dense.LLAMA),
         moe=experts(
             score="sigmoid", scaling_factor=key("router_scaling_factor"), norm_epsilon=1e-20,
             layers=named_sparse_layers, **SHARED,
@@ -328,35 +327,36 @@ FAMILIES: dict[str, Family] = {
             "mlp.gate": "mlp.router.gate", "mlp.shared_experts": "mlp.shared_mlp",
             "mlp.gate.e_score_correction_bias": "mlp.expert_bias",
         },
-        gguf=files("hy_v3", read=hunyuan_3),
+        gguf=files("hy_v3", read=hunyuan_3_keys),
     ),
     "MellumForCausalLM": Family(
-        "mellum", plan=dense.QWEN3, windows=family.windows(lambda keys, layer: False),
-        bases=("rope_theta", "rope_local_base_freq"),
-        moe=experts(layers=named_sparse_layers, **NORM_TOPK), ignored_tensors=DRAFTS,
-        gguf=files("mellum", fixed={"norm_topk_prob": True}, slides=4),
+        "mellum", layers=dense.QWEN3, windows=family.windows(lambda keys, layer: False),
+        rope_theta_keys=("rope_theta", "rope_local_base_freq"),
+        moe=experts(layers=named_sparse_layers, **NORM_TOPK), ignored_tensors=MTP_TENSORS,
+        gguf=files("mellum", constants={"norm_topk_prob": True}, full_every=4),
     ),
     "MiniMaxM2ForCausalLM": Family(
-        "minimax_m2", plan=plan(only={"use_qk_norm": (True,)}, qk_norm="all_heads"),
-        moe=experts(**MIXTRAL, score="sigmoid", correction_bias=True), partial=True,
+        "minimax_m2", layers=layer(only={"use_qk_norm": (True,)}, qk_norm="all_heads"),
+        moe=experts(**MIXTRAL, score="sigmoid", correction_bias=True), partial_rotary=True,
         names={
             **MIXTRAL_NAMES,
             "mlp.gate.e_score_correction_bias": "block_sparse_moe.e_score_correction_bias",
         },
-        gguf=files("minimax-m2", read=expert_size),
+        gguf=files("minimax-m2", read=expert_size_keys),
     ),
     "MixtralForCausalLM": Family(
         "mixtral", windows=dense.WINDOW, moe=experts(**MIXTRAL), names=MIXTRAL_NAMES,
-        gguf=files("llama", when=has("expert_count"), pairs=True),
+        gguf=files("llama", when=has("expert_count"), interleaved=True),
     ),
     "OlmoeForCausalLM": Family(
-        "olmoe", plan=plan(qk_norm="all_heads", **dense.ATTENTION_BIAS),
-        moe=experts(inner="intermediate_size", **NORM_TOPK), gguf=files("olmoe"),
+        "olmoe", layers=layer(qk_norm="all_heads", **dense.ATTENTION_BIAS),
+        moe=experts(size_key="intermediate_size", **NORM_TOPK), gguf=files("olmoe"),
     ),
     "PhimoeForCausalLM": Family(
         "phimoe",
-        plan=plan(
-            norm="layer", norm_bias=True, **family.same("lm_head_bias"), **dense.ATTENTION_BIAS,
+        layers=layer(
+            norm="layer", norm_bias=True, **family.from_keys("lm_head_bias"),
+            **dense.ATTENTION_BIAS,
         ),
         windows=dense.WINDOW,
         moe=experts(**MIXTRAL, score="sparsemixer", jitter=key("router_jitter_noise")),
@@ -364,21 +364,22 @@ FAMILIES: dict[str, Family] = {
         gguf=files("phimoe"),
     ),
     "Qwen2MoeForCausalLM": Family(
-        "qwen2_moe", plan=plan(**family.same("qkv_bias")), moe=QWEN_SHARED, names=SHARED_NAMES,
+        "qwen2_moe", layers=layer(**family.from_keys("qkv_bias")), moe=QWEN_SHARED,
+        names=SHARED_NAMES,
         windows=family.windows(
-            lambda keys, n: n % 2 == 0 and n < keys.get("max_window_layers"), asked=True,
+            lambda keys, n: n % 2 == 0 and n < keys.get("max_window_layers"), needs_flag=True,
         ), gguf=files("qwen2moe"),
     ),
     "Qwen3MoeForCausalLM": Family(
-        "qwen3_moe", plan=dense.QWEN3, moe=experts(**QWEN),
-        windows=family.windows(asked=True, named=False),
-        gguf=files("qwen3moe", fixed={"norm_topk_prob": True})
-        | files("qwen3vlmoe", fixed={"norm_topk_prob": True}, unread=dense.IMAGES),
+        "qwen3_moe", layers=dense.QWEN3, moe=experts(**QWEN),
+        windows=family.windows(needs_flag=True, has_types=False),
+        gguf=files("qwen3moe", constants={"norm_topk_prob": True})
+        | files("qwen3vlmoe", constants={"norm_topk_prob": True}, ignored_keys=dense.IMAGE_KEYS),
     ),
     "SolarOpenForCausalLM": Family(
-        "solar_open", plan=plan(qkv_bias=key("attention_bias")),
+        "solar_open", layers=layer(qkv_bias=key("attention_bias")),
         moe=experts(**{n: read for n, read in DEEPSEEK_KEYS.items() if n != "layers"}),
-        partial=True, intermediate_size=EXPERT_SIZE,
+        partial_rotary=True, intermediate_size=EXPERT_SIZE,
     ),
 }
 # fmt: on

@@ -44,7 +44,7 @@ class GroupedPrefix(CachedPrefix):
     num_shared_blocks: int = 0
     loads: SequenceOf[Load] = ()
 
-    def num_held(self, group: int) -> int:
+    def num_held_blocks(self, group: int) -> int:
         """How many blocks of the prefix a KV group holds, after all loads."""
         table, loaded = self.tables[group], sum(load.group == group for load in self.loads)
         return len(table) - table.count(NULL_BLOCK) + loaded
@@ -102,8 +102,8 @@ class GroupedPrefixCache(PrefixCache):
 
         A list ends where no longer prefix is possible.
         """
-        at_most = self._num_usable_blocks(seq)
-        prefixes = self._prefixes_of(seq, at_most)[start:at_most]
+        end = self._num_usable_blocks(seq)
+        prefixes = self._prefixes_of(seq, end)[start:end]
         found = []
         for index, group in enumerate(self.layout.groups):
             hits = self.pool.lookup_all(index, prefixes)
@@ -113,11 +113,11 @@ class GroupedPrefixCache(PrefixCache):
             found.append(hits)
         return found
 
-    def take(self, seq: Sequence, prefix: CachedPrefix) -> list[list[int]]:
+    def activate(self, seq: Sequence, prefix: CachedPrefix) -> list[list[int]]:
         """Makes the blocks of a found prefix active; returns the start of the sequence's tables."""
         assert isinstance(prefix, GroupedPrefix), prefix
         seq.num_shared_blocks = prefix.num_shared_blocks
-        return super().take(seq, prefix)
+        return super().activate(seq, prefix)
 
     def find_filled(self, seq: Sequence) -> list[list[int]]:
         """Blocks with the content that a running sequence computes next, filled by other sequences.

@@ -56,9 +56,9 @@ class GroupedBlockManager(BlockManager):
             for group in self.layout.groups
         )
 
-    def chunk_for(self, num_tokens: int, num_kept: int) -> int:
+    def max_chunk_for(self, num_tokens: int, num_reserved: int) -> int:
         """As in the base class; a window needs fewer blocks with a smaller chunk."""
-        chunk, spare = self.max_chunk, self.pool.num_usable - num_kept
+        chunk, spare = self.max_chunk, self.pool.num_usable - num_reserved
         while chunk and self.num_blocks_for(num_tokens, chunk) > spare:
             chunk = chunk // 2 if self.chunked and self._has_windows else 0
         return chunk
@@ -76,21 +76,21 @@ class GroupedBlockManager(BlockManager):
     def num_fresh_blocks(self, seq: Sequence, prefix: CachedPrefix, chunk: int) -> int:
         """Blocks after a cached prefix, over all groups; a window group holds only a few."""
         assert isinstance(prefix, GroupedPrefix)
-        whole = -(-seq.num_tokens // self.block_size)
-        fresh = 0
+        num_blocks = -(-seq.num_tokens // self.block_size)
+        total = 0
         for index, group in enumerate(self.layout.groups):
-            of_group = whole - prefix.num_blocks
+            fresh = num_blocks - prefix.num_blocks
             if group.sliding_window is not None:
-                most = num_needed_blocks(group, seq.num_tokens, chunk, self.block_size)
-                of_group = min(of_group, max(most - prefix.num_held(index), 0))
-            fresh += of_group
-        return fresh
+                needed = num_needed_blocks(group, seq.num_tokens, chunk, self.block_size)
+                fresh = min(fresh, max(needed - prefix.num_held_blocks(index), 0))
+            total += fresh
+        return total
 
     def fill_tables(self, seq: Sequence, admission: Admission) -> None:
         """Allocates fresh blocks for the tables of full attention.
 
-        A window group gets its blocks from `may_append`, chunk by chunk, because it never holds the
-        blocks of all tokens at once.
+        A window group gets its blocks from `allocate_slots`, chunk by chunk, because it never holds
+        the blocks of all tokens at once.
         """
         num_blocks, num_cached = -(-seq.num_tokens // self.block_size), admission.num_cached_tokens
         for group, table in zip(self.layout.groups, seq.block_tables, strict=True):
@@ -100,7 +100,7 @@ class GroupedBlockManager(BlockManager):
 
     # --- growth -------------------------------------------------------------------------------
 
-    def may_append(self, seq: Sequence, num_new_tokens: int) -> bool:
+    def allocate_slots(self, seq: Sequence, num_new_tokens: int) -> bool:
         """As in the base class, over all groups; allocates for all groups or for none."""
         if self._has_windows:
             self._drop_outside_windows(seq)
@@ -132,10 +132,10 @@ class GroupedBlockManager(BlockManager):
         """Prepares the state group's table for a step that ends in its `num_blocks`-th block; False
         if no state is free.
 
-        The step starts from the newest stored state before its first token, and stores a state in
-        each of its blocks that has an entry. So a state that only this sequence can use moves to
-        the next entry that is written, and nothing is copied. Snapshots within the chunk may use
-        free states but cause no preemption; the last ones have priority.
+        The step starts from the newest stored state before its first token, and stores the state
+        after each of its blocks whose table entry is not null. So a state that only this sequence
+        can use moves to the next entry that is written, and nothing is copied. Snapshots within the
+        chunk may use free states but cause no preemption; the last ones have priority.
         """
         table, pool = seq.block_tables[-1], self.pool
         first, offset = divmod(seq.num_computed_tokens, self.block_size)
@@ -148,12 +148,12 @@ class GroupedBlockManager(BlockManager):
             spare -= 1
         if num_blocks <= len(table):
             return True
-        held = pool.blocks[table[-1] if table else NULL_BLOCK]
-        moves = held.ref_count == 1 and (offset > 0 or held.prefix is None)
-        if held.ref_count == 1 and not moves and not spare:
-            # Why the same state, which is no longer a snapshot: no other one is free.
-            pool.free([held.block_id])
-            moves = pool.allocate(1, states=True) == [held.block_id]
+        last = pool.blocks[table[-1] if table else NULL_BLOCK]
+        moves = last.ref_count == 1 and (offset > 0 or last.prefix is None)
+        if last.ref_count == 1 and not moves and not spare:
+            # Why: no other state is free, so this one loses its content and is allocated again.
+            pool.free([last.block_id])
+            moves = pool.allocate(1, states=True) == [last.block_id]
         if not moves and not spare:
             return False
         keeps = self.cache.keeps_state
@@ -166,7 +166,7 @@ class GroupedBlockManager(BlockManager):
         table += [NULL_BLOCK] * (num_blocks - len(table))
         written = [*kept, num_blocks - 1]
         states = pool.allocate(len(written) - moves, states=True)
-        for index, block_id in zip(written, [held.block_id] * moves + states, strict=True):
+        for index, block_id in zip(written, [last.block_id] * moves + states, strict=True):
             table[index] = block_id
         self.updates.append(TableUpdate(seq.row, self._num_kv_groups, start, tuple(table[start:])))
         return True
@@ -186,17 +186,17 @@ class GroupedBlockManager(BlockManager):
     def _drop_outside_windows(self, seq: Sequence) -> None:
         """Frees the blocks outside the windows of all later queries; null entries replace them."""
         for index, group in enumerate(self.layout.groups):
-            table, before = seq.block_tables[index], seq.num_dropped_blocks[index]
+            table, previous = seq.block_tables[index], seq.num_dropped_blocks[index]
             dropped = num_dropped_blocks(group, seq.num_computed_tokens, self.block_size)
-            if dropped > before:
-                self.pool.free(reversed(table[before:dropped]))
-                nulls = [NULL_BLOCK] * (dropped - before)
-                table[before:dropped] = nulls
-                self.updates.append(TableUpdate(seq.row, index, before, tuple(nulls)))
+            if dropped > previous:
+                self.pool.free(reversed(table[previous:dropped]))
+                nulls = [NULL_BLOCK] * (dropped - previous)
+                table[previous:dropped] = nulls
+                self.updates.append(TableUpdate(seq.row, index, previous, tuple(nulls)))
                 seq.num_dropped_blocks[index] = dropped
 
     def deallocate(self, seq: Sequence) -> None:
         """As in the base class, but all groups together: a hit needs a block in each."""
-        rows = [*zip_longest(*seq.block_tables, fillvalue=NULL_BLOCK)]
-        self.pool.free(chain.from_iterable(reversed(rows)))
-        self.forget(seq)
+        positions = [*zip_longest(*seq.block_tables, fillvalue=NULL_BLOCK)]
+        self.pool.free(chain.from_iterable(reversed(positions)))
+        self.clear_tables(seq)

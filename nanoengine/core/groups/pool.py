@@ -28,4 +28,4 @@ class StatePool(BlockPool):
 
     def allocate(self, count: int, *, states: bool = False) -> list[int]:
         """Allocates blocks, or states, with one reference each: see `BlockPool.allocate`."""
-        return self._take(self._states if states else self._kv, count)
+        return self._pop_free(self._states if states else self._kv, count)

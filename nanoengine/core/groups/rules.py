@@ -39,17 +39,17 @@ def num_needed_blocks(group: KVGroup, num_tokens: int, max_chunk: int, block_siz
     >>> num_needed_blocks(KVGroup(layers=(0,), sliding_window=16), 100, 32, 16)
     4
     """
-    whole = -(-num_tokens // block_size)
+    num_blocks = -(-num_tokens // block_size)
     if group.snapshot_every is not None:
         return 0
     if group.sliding_window is None:
-        return whole
+        return num_blocks
     # Why: n tokens at any offset within a block occupy at most ceil((n - 1) / size) + 1 blocks.
-    return min(whole, -(-(group.sliding_window + max_chunk - 2) // block_size) + 1)
+    return min(num_blocks, -(-(group.sliding_window + max_chunk - 2) // block_size) + 1)
 
 
-def longest_hit(group: KVGroup, found: Sequence[object], block_size: int, at_most: int) -> int:
-    """The longest prefix, in blocks and up to `at_most`, whose needed blocks are all found.
+def longest_hit(group: KVGroup, found: Sequence[object], block_size: int, max_length: int) -> int:
+    """The longest prefix, in blocks and up to `max_length`, whose needed blocks are all found.
 
     Full attention needs every block of it; a window only the last ceil((window - 1) / block_size).
 
@@ -59,11 +59,11 @@ def longest_hit(group: KVGroup, found: Sequence[object], block_size: int, at_mos
     4
     """
     window = group.sliding_window
-    needed = at_most if window is None else -(-(window - 1) // block_size)
-    longest, in_a_row = 0, 0
-    for length in range(1, at_most + 1):
-        in_a_row = in_a_row + 1 if found[length - 1] else 0
-        if in_a_row >= min(needed, length):
+    needed = max_length if window is None else -(-(window - 1) // block_size)
+    longest, consecutive = 0, 0
+    for length in range(1, max_length + 1):
+        consecutive = consecutive + 1 if found[length - 1] else 0
+        if consecutive >= min(needed, length):
             longest = length
     return longest
 
@@ -84,13 +84,13 @@ def longest_common_hit(
     >>> longest_common_hit(groups, [[1, 1, 1], [1, 1, 0]], 16)
     2
     """
-    length, before = min(map(len, found)), -1
+    length, previous = min(map(len, found)), -1
     if all(map(all, found)):  # Why: the common case, in which no group shortens the prefix.
         return length
-    while length != before:
-        before = length
-        for group, has in zip(groups, found, strict=True):
-            length = longest_hit(group, has, block_size, length)
+    while length != previous:
+        previous = length
+        for group, hits in zip(groups, found, strict=True):
+            length = longest_hit(group, hits, block_size, length)
     return length
 
 
@@ -98,11 +98,11 @@ def make_kv_groups(
     windows: Sequence[int | None],
     state_layers: Sequence[int] = (),
     snapshot_every: int = 1,
-    attending: Collection[int] | None = None,
+    attention_layers: Collection[int] | None = None,
 ) -> tuple[KVGroup, ...]:
     """Groups layers with the same window into groups of (nearly) equal size, and `state_layers`
-    into their own group. Layers that are not `attending` hold no keys and values (None: all layers
-    except `state_layers` are attending).
+    into their own group. Only `attention_layers` hold keys and values (None: all layers except
+    `state_layers`).
 
     One pool serves all groups, so each block has the size of the largest group. A model with 22
     windowed layers and 4 full ones would waste most of its full blocks, so the windowed layers are
@@ -115,16 +115,16 @@ def make_kv_groups(
     >>> [g.layers for g in make_kv_groups([None, None, None, None], state_layers=(0, 1, 2))]
     [(3,), (0, 1, 2)]
     """
-    kinds: dict[int | None, list[int]] = {}
+    by_window: dict[int | None, list[int]] = {}
     for layer, window in enumerate(windows):
-        if (layer not in state_layers) if attending is None else (layer in attending):
-            kinds.setdefault(window, []).append(layer)
-    smallest = min(map(len, kinds.values()))
-    largest = max(map(len, kinds.values()))
+        if layer not in state_layers if attention_layers is None else layer in attention_layers:
+            by_window.setdefault(window, []).append(layer)
+    smallest = min(map(len, by_window.values()))
+    largest = max(map(len, by_window.values()))
     size = largest if largest < 1.25 * smallest else smallest
     groups = [
         KVGroup(layers=tuple(layers[i : i + size]), sliding_window=window)
-        for window, layers in kinds.items()
+        for window, layers in by_window.items()
         for i in range(0, len(layers), size)
     ]
     if state_layers:

@@ -67,8 +67,8 @@ class LoadCost:
 
     >>> host = LoadCost(block_bytes=5_120_000)
     >>> host.rate.add(28e9, 1.0)
-    >>> f"{1e3 * host.seconds(1):.3f} ms a block, {1e3 * host.seconds(256):.1f} ms for 256"
-    '0.183 ms a block, 46.8 ms for 256'
+    >>> f"{1e3 * host.seconds(1):.3f} ms per block, {1e3 * host.seconds(256):.1f} ms for 256"
+    '0.183 ms per block, 46.8 ms for 256'
     """
 
     block_bytes: int
@@ -105,14 +105,14 @@ class CostModel:
             num_host_before: number of blocks that are loaded from host memory in any case.
         """
         loads = [(self.host, num_host), (self.disk, num_disk)]
-        asked = self.host if tier == "host" else self.disk
-        policy, rate = asked.policy, asked.rate
+        cost = self.host if tier == "host" else self.disk
+        policy, rate = cost.policy, cost.rate
         prefix = f"{num_tokens} tokens of it are in the {tier} tier"
         if policy != "auto":
             return policy == "load", f"{prefix}: {policy}, as its policy says"
-        if not all(cost.rate.is_known for cost, n in loads if n) or not self.prefill.is_known:
+        if not all(load.rate.is_known for load, n in loads if n) or not self.prefill.is_known:
             return True, f"{prefix}: load, since rates are not measured yet"
-        load_s = sum(cost.seconds(n) for cost, n in loads) - self.host.seconds(num_host_before)
+        load_s = sum(load.seconds(n) for load, n in loads) - self.host.seconds(num_host_before)
         prefill_s = self.prefill.time_for(num_tokens)
         times = f"loading takes {1e3 * load_s:.3g} ms and computing {1e3 * prefill_s:.3g} ms"
         if load_s < prefill_s:

@@ -38,7 +38,7 @@ class DiskCopy(NamedTuple):
     disk_id: int = NULL_BLOCK
 
 
-class Finished(NamedTuple):
+class FinishedCopy(NamedTuple):
     """A copy that has ended: whether all bytes were copied, and the seconds it took."""
 
     copy: DiskCopy
@@ -51,7 +51,8 @@ class DiskStorage(Protocol):
 
     No method raises because of the disk: a copy that fails has `ok=False`. `can_write` becomes
     False permanently in the first `collect` after the disk has rejected a block. So a trace that
-    has the results of `collect` has all changes. The defaults are for the case without a disk.
+    has the results of `collect` has all changes. The default methods are for engines without a disk
+    tier.
     """
 
     can_write: bool = False
@@ -67,7 +68,7 @@ class DiskStorage(Protocol):
         """Queues a copy; its host block must not be used until the copy has finished."""
         raise AssertionError(f"there is no disk tier for {copy}")
 
-    def collect(self, wait_s: float) -> list[Finished]:
+    def collect(self, wait_s: float) -> list[FinishedCopy]:
         """Copies that have finished since the last call; waits up to `wait_s` for one."""
         return []
 
@@ -126,7 +127,7 @@ class DiskBlocks:
             self.pool.register([disk_id], content.group, [content.prefix])
             self.pool.free([disk_id])
 
-    def read_for(self, seq: Sequence, loads: Iterable[Load]) -> None:
+    def start_reads(self, seq: Sequence, loads: Iterable[Load]) -> None:
         """Starts reading a waiting sequence's blocks from disk into host memory.
 
         Skips blocks that are already in host memory; stops when no host block is free.
@@ -147,7 +148,7 @@ class DiskBlocks:
             num_reads += 1
         seq.num_pending_reads = num_reads
 
-    def write(self) -> None:
+    def start_writes(self) -> None:
         """Starts to write queued content to disk, a few blocks at a time."""
         if not self.storage.can_write:
             self.to_write.clear()
@@ -206,10 +207,10 @@ class DiskBlocks:
         """Waits for all copies; `and_write` also writes the queue, else the queue is emptied."""
         if not and_write:
             self.to_write.clear()
-        self.write()
+        self.start_writes()
         while self.copies:
             self.collect(math.inf)
-            self.write()
+            self.start_writes()
 
     def reset(self) -> bool:
         """Drops all content and removes its files; no copy may be running."""
@@ -218,6 +219,6 @@ class DiskBlocks:
                 self.storage.submit(DiskCopy("remove", content_of(block)))
         return self.pool.reset()
 
-    def held_host_ids(self) -> list[int]:
-        """The host blocks that running copies hold, one entry per reference."""
+    def copied_host_ids(self) -> list[int]:
+        """The host blocks that running copies refer to, one entry per reference."""
         return [copy.host_id for copy in self.copies.values()]

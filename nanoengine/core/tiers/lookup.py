@@ -1,7 +1,7 @@
 """TieredLookup: where the blocks of a prompt are, on the device and in the tiers below it.
 
-    group 0     device   7   3   0   0   0                   reach(DEVICE) = 2 blocks
-                below    -   -   host 4  host 9  disk 2      reach(HOST) = 4, reach(DISK) = 5
+    group 0     device   7   3   0   0   0                   prefix_length(DEVICE) = 2 blocks
+                below    -   -   host 4  host 9  disk 2      HOST: 4, DISK: 5 blocks
 
 Created by the TieredPrefixCache, which selects the blocks to load from it.
 """
@@ -54,7 +54,7 @@ class TieredLookup:
     device: list[list[int]] = field(default_factory=list)
     below: list[dict[int, Load]] = field(default_factory=list)
 
-    def reach(self, level: Level) -> int:
+    def prefix_length(self, level: Level) -> int:
         """The longest prefix, in blocks, that tiers down to `level` have for all groups."""
         found = [
             [hit or (i in below and below[i].level <= level) for i, hit in enumerate(device)]

@@ -93,7 +93,7 @@ class TieredPrefixCache(GroupedPrefixCache):
         self.cost = cost
         self.lazy = lazy
         self.storage: DiskStorage = disk or NoDisk()
-        self._last = Level.HOST if disk is None else Level.DISK
+        self._last_level = Level.HOST if disk is None else Level.DISK
         self._sizes = (num_host_blocks + 1, num_disk_blocks + 1)
         self._num_host_states = num_host_states
         self._stats = [TierStats(name=n, block_bytes=layout.block_bytes) for n in ("host", "disk")]
@@ -111,7 +111,7 @@ class TieredPrefixCache(GroupedPrefixCache):
             prefixes=self.prefixes,
         )
         self._planned: list[StepCopy] = []
-        self._under_way: dict[int, list[StepCopy]] = {}
+        self._in_flight: dict[int, list[StepCopy]] = {}
         self._storing: set[Content] = set()
         self._invalid: list[Content] = []
 
@@ -127,28 +127,28 @@ class TieredPrefixCache(GroupedPrefixCache):
             return _wait_for(seq)
         found = self._find_in_all_tiers(seq)
         # Why: a sequence waits for the disk once; missing blocks are recomputed.
-        last = self._last if seq.num_pending_reads is None else Level.HOST
+        last = self._last_level if seq.num_pending_reads is None else Level.HOST
         level, reason = self._cheapest(found, last)
         if level is Level.DISK:
             self._read(seq, found)
             if seq.num_pending_reads:
                 return _wait_for(seq)
             level, reason = self._cheapest(found, Level.HOST)
-        length = found.reach(level)
+        length = found.prefix_length(level)
         return self._prefix(found.device, length, found.loads(length), reason)
 
     def _find_in_all_tiers(self, seq: Sequence) -> TieredLookup:
         """Where a sequence's full blocks are; full attention ends at the first that is missing."""
-        at_most = self._num_usable_blocks(seq)
-        prefixes = self._prefixes_of(seq, at_most)[:at_most]
+        end = self._num_usable_blocks(seq)
+        prefixes = self._prefixes_of(seq, end)[:end]
         found = TieredLookup(self.layout)
         for index, group in enumerate(self.layout.groups):
             device, below = self.pool.lookup_all(index, prefixes), {}
             for i, block_id in enumerate(device):
                 if block_id == NULL_BLOCK:
-                    at = self.lookup(Content(index, prefixes[i]))
-                    if at is not None:
-                        below[i] = Load(index, i, *at)
+                    hit = self.lookup(Content(index, prefixes[i]))
+                    if hit is not None:
+                        below[i] = Load(index, i, *hit)
                     elif group.sliding_window is None:
                         del device[i:]
                         break
@@ -167,40 +167,40 @@ class TieredPrefixCache(GroupedPrefixCache):
     def _cheapest(self, found: TieredLookup, last: Level) -> tuple[Level, str]:
         """The lowest tier whose hits are worth loading, and the reason."""
         best, reasons = Level.DEVICE, []
-        before = found.reach(best)
+        best_length = found.prefix_length(best)
         for level in (Level.HOST, Level.DISK)[:last]:
-            length = found.reach(level)
-            if length <= before:
+            length = found.prefix_length(level)
+            if length <= best_length:
                 continue
             counts = _count(found.loads(length))
             prefer, reason = self.cost.prefer_load(
                 level.name.lower(),
                 num_host=counts[Level.HOST] + counts[Level.DISK],
                 num_disk=counts[Level.DISK],
-                num_tokens=(length - before) * self.block_size,
+                num_tokens=(length - best_length) * self.block_size,
                 # These are loaded even if this tier is not used.
-                num_host_before=_count(found.loads(before))[Level.HOST],
+                num_host_before=_count(found.loads(best_length))[Level.HOST],
             )
             reasons.append(reason)
             if prefer:
-                best, before = level, length
+                best, best_length = level, length
         return best, "; ".join(reasons)
 
     def _read(self, seq: Sequence, found: TieredLookup) -> None:
         """Starts reading the blocks of the longest prefix that are on disk."""
-        loads = found.loads(found.reach(Level.DISK))
-        held = [load.block_id for load in loads if load.level is Level.HOST]
+        loads = found.loads(found.prefix_length(Level.DISK))
+        host_ids = [load.block_id for load in loads if load.level is Level.HOST]
         # Why: a read allocates a host block, which must not hold an earlier part of the prefix.
-        self.host.touch(held)
-        self.disk.read_for(seq, loads)
-        self.host.free(reversed(held))
+        self.host.touch(host_ids)
+        self.disk.start_reads(seq, loads)
+        self.host.free(reversed(host_ids))
 
     # --- load and store -----------------------------------------------------------------------
 
-    def take(self, seq: Sequence, prefix: CachedPrefix) -> list[list[int]]:
+    def activate(self, seq: Sequence, prefix: CachedPrefix) -> list[list[int]]:
         """Makes the blocks of a found prefix active, and adds its loads to the planned step."""
         assert isinstance(prefix, GroupedPrefix), prefix
-        tables = super().take(seq, prefix)
+        tables = super().activate(seq, prefix)
         for group, position, _, host_id in prefix.loads:
             content = Content(group, seq.prefixes[position])
             [block_id] = self.pool.allocate(1, states=group >= self.num_kv_groups)
@@ -240,18 +240,18 @@ class TieredPrefixCache(GroupedPrefixCache):
                 self._store(self.pool.blocks[block_id])
         copies, self._planned = sorted(self._planned, key=attrgetter("kind")), []
         if copies:
-            self._under_way[plan.step] = copies
+            self._in_flight[plan.step] = copies
         transfers = []
-        for kind, same in groupby(copies, key=attrgetter("kind")):
-            pairs = [(copy.device_id, copy.host_id) for copy in same]
+        for kind, group in groupby(copies, key=attrgetter("kind")):
+            pairs = [(copy.device_id, copy.host_id) for copy in group]
             transfers.append(Transfer(kind, "host", *zip(*pairs, strict=True)))
         return transfers
 
     def commit(self, plan: StepPlan, result: StepResult) -> None:
         """Called when a step has run: its copies and all earlier copies have finished."""
         self.cost.observe(plan, result, self.layout.block_bytes)
-        for step in [step for step in self._under_way if step <= plan.step]:
-            for kind, content, _, host_id in self._under_way.pop(step):
+        for step in [step for step in self._in_flight if step <= plan.step]:
+            for kind, content, _, host_id in self._in_flight.pop(step):
                 if kind == "load":
                     self._stats[0].loaded_blocks += 1
                 else:
@@ -271,7 +271,7 @@ class TieredPrefixCache(GroupedPrefixCache):
         """Handles the disk's finished copies, and starts the next ones."""
         self.disk.collect(wait_s)
         self._drop_invalid()
-        self.disk.write()
+        self.disk.start_writes()
 
     # --- drop ---------------------------------------------------------------------------------
 
@@ -286,8 +286,8 @@ class TieredPrefixCache(GroupedPrefixCache):
         waiting = []
         for content in self._invalid:
             host_id = self.host.lookup(*content)
-            is_held = host_id is not None and self.host.blocks[host_id].ref_count
-            if is_held or content in self._storing or content in self.disk.copies:
+            in_use = host_id is not None and self.host.blocks[host_id].ref_count
+            if in_use or content in self._storing or content in self.disk.copies:
                 waiting.append(content)
                 continue
             if host_id is not None:
@@ -322,14 +322,14 @@ class TieredPrefixCache(GroupedPrefixCache):
         for tier, pool in zip(self._stats, (self.host, self.disk.pool), strict=True):
             for state, count in pool.counts().items():
                 setattr(tier, f"{state}_blocks", count)
-        return tuple(self._stats[: self._last])
+        return tuple(self._stats[: self._last_level])
 
     def check(self) -> None:
-        """Raises AssertionError if a held reference does not belong to a running copy."""
+        """Raises AssertionError if a block's reference does not belong to a running copy."""
         from nanoengine.core.checks import check_pool
 
-        copies, disk = [*chain(self._planned, *self._under_way.values())], self.disk
-        check_pool(self.host, [[copy.host_id for copy in copies], disk.held_host_ids()])
+        copies, disk = [*chain(self._planned, *self._in_flight.values())], self.disk
+        check_pool(self.host, [[copy.host_id for copy in copies], disk.copied_host_ids()])
         check_pool(disk.pool, [[copy.disk_id for copy in disk.copies.values()]])
         storing = {copy.content for copy in copies if copy.kind == "store"}
         assert storing == self._storing, (storing, self._storing)

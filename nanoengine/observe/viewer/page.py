@@ -64,7 +64,7 @@ def _digests(sources: list[str]) -> str:
     return " ".join(f"'sha256-{one}'" for one in hashes)
 
 
-def words_of(recording: Recording, tokenizer: Path | None) -> Callable[[int], str] | None:
+def token_decoder(recording: Recording, tokenizer: Path | None) -> Callable[[int], str] | None:
     """A function that returns the text of a token; None if this machine lacks the run's tokenizer.
 
     Raises:

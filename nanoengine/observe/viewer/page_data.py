@@ -1,6 +1,6 @@
 """page_data: converts a run to columns, from which the viewer's page computes block tables.
 
-    plans and tables ──► events: a block is taken, dropped, indexed, evicted
+    plans and tables ──► events: a block is allocated, dropped, indexed, evicted
     steps, sequences ──► numbers per frame, spans per lane, tokens
 
 The page can show any step, but the states of all steps would be too large: gigabytes for 10,000
@@ -30,7 +30,7 @@ from nanoengine.core.sequence import Request
 from nanoengine.core.sequence import Sequence as CoreSequence
 from nanoengine.core.tiers.stats import TierStats
 from nanoengine.errors import TraceError
-from nanoengine.observe.explain import Story
+from nanoengine.observe.explain import Narrative
 from nanoengine.observe.metrics import TIMES, times_of
 from nanoengine.observe.steps import Step, StepObserver, is_decode
 from nanoengine.observe.trace_reader import Recording, Replay
@@ -38,9 +38,9 @@ from nanoengine.observe.trace_reader import Recording, Replay
 MAX_FRAMES = 20_000
 """With more steps, a frame has several steps."""
 MAX_LANES = 20_000
-"""With more sequences, the last ones are left out."""
+"""With more sequences, the last ones are omitted."""
 MAX_TOKENS = 4_000_000
-"""With more tokens in all sequences, token ids are left out."""
+"""With more tokens in all sequences, token ids are omitted."""
 MAX_NOTES = 50_000
 """Maximum number of the scheduler's notes."""
 
@@ -55,12 +55,12 @@ BLOCK = (1 << KIND_SHIFT) - 1
 
 FIGURES = ("step", "t", "waiting", "running", "active", "cached", "empty", "hit", "queried")
 """Columns with the values of a frame's last step; `empty` counts slots."""
-ADDED = ("prefill", "decode", "recomputed", "sampled", *TIMES)
+INCREMENTS = ("prefill", "decode", "recomputed", "sampled", *TIMES)
 """Columns with the increments of a frame."""
 
 NONE = -1
 
-Words = Callable[[int], str] | None
+TokenText = Callable[[int], str] | None
 """Returns the text of a token id; None: the page shows ids."""
 _Event = tuple[int, int, int]
 """Kind and block, index of a lane, and an argument."""
@@ -78,7 +78,7 @@ def page_data(
     recording: Recording,
     *,
     steps: tuple[int, int | None] = (0, None),
-    text_of: Words = None,
+    text_of: TokenText = None,
     title: str = "",
 ) -> PageData:
     """Replays a recording and collects the data of the page.
@@ -95,14 +95,14 @@ def page_data(
     known = recording.steps
     shown = [step for step in known if step >= first and (end is None or step < end)]
     if not shown:
-        has = f"it has steps {known[0]} to {known[-1]}" if known else "it has none: nothing has run"
-        raise TraceError(f"there is no step to show of {title or 'this trace'}; {has}")
+        has = f"it has steps {known[0]} to {known[-1]}" if known else "it has no steps"
+        raise TraceError(f"{title or 'this trace'} has none of the steps to show; {has}")
     replay = recording.replay()
-    story = Story(replay.scheduler, replay.clock)
-    gathering = _Gathering(replay, range(shown[0], shown[-1] + 1), -(-len(shown) // MAX_FRAMES))
-    replay.run(story, gathering)
-    story.conclude(is_torn=recording.is_torn)
-    return gathering.data(recording, story, text_of, title)
+    narrative = Narrative(replay.scheduler, replay.clock)
+    collector = _PageColumns(replay, range(shown[0], shown[-1] + 1), -(-len(shown) // MAX_FRAMES))
+    replay.run(narrative, collector)
+    narrative.conclude(is_torn=recording.is_torn)
+    return collector.data(recording, narrative, text_of, title)
 
 
 @dataclass(slots=True)
@@ -117,7 +117,7 @@ class _Lane:
     ended: int = NONE
 
 
-class _Gathering(StepObserver):
+class _PageColumns(StepObserver):
     """Collects the columns, frame by frame."""
 
     def __init__(self, replay: Replay, shown: range, steps_per_frame: int) -> None:
@@ -126,12 +126,12 @@ class _Gathering(StepObserver):
         self._cache = self.scheduler.block_manager.prefix_cache
         self._shown, self._steps_per_frame = shown, steps_per_frame
         self._is_shown = False
-        self._num_steps = self._num_untold = 0
+        self._num_steps = self._num_dropped_notes = 0
         self._lanes: dict[int, _Lane] = {}
         # Row -> index of its lane and its table, and contents of blocks, as the page knows them.
         self._tables: dict[int, tuple[int, dict[int, int]]] = {}
         self._contents: dict[int, Prefix] = {}
-        self._takers: dict[int, int] = {}  # block -> the last lane that took it
+        self._last_lanes: dict[int, int] = {}  # block -> the last lane that referenced it
         self._changed: set[int] = set()  # blocks whose content was stored or removed
         self._numbers: dict[bytes, int] = {}  # digest -> number of a content
         self._roots = array.array("i")  # number of a content -> number of its prompt's first block
@@ -143,10 +143,10 @@ class _Gathering(StepObserver):
         self._events_of = array.array("i", [0])
         self._copies = array.array("i")  # frame, source, target
         self._moves = array.array("i")  # frame, tier, 1 if loaded, device block, tier's block
-        self._marks: list[list[Any]] = []  # frame, what, lane, number, words
-        self._notes: list[list[Any]] = []  # frame, words
-        self._waits: list[list[Any]] = []  # frame, [lane, what it lacks]
-        self._told_waits: list[tuple[int, str]] = []
+        self._marks: list[list[Any]] = []  # frame, kind, lane, number, text
+        self._notes: list[list[Any]] = []  # frame, text
+        self._waits: list[list[Any]] = []  # frame, [lane, reason]
+        self._last_waits: list[tuple[int, str]] = []
         self._pool.observers.append(self)
 
     @property
@@ -162,7 +162,7 @@ class _Gathering(StepObserver):
         elif event in ("stored", "removed"):
             self._changed.add(block.block_id)
 
-    def look(
+    def inspect_plan(
         self, plan: StepPlan, rows: dict[int, CoreSequence]
     ) -> tuple[dict[str, int], list[_Event]]:
         """The figures, and the events since the previous plan; at first, the blocks in use."""
@@ -186,34 +186,34 @@ class _Gathering(StepObserver):
         """Events of the blocks that a row's table references only before or only after the plan.
         Their argument combines the group and the position in the table. Drops come first, because
         blocks move to other sequences, and sequences to other rows."""
-        gone: list[_Event] = []
-        come: list[_Event] = []
+        drops: list[_Event] = []
+        takes: list[_Event] = []
         for row in sorted(changed):
-            was, before = self._tables.pop(row, (NONE, {}))
+            old_lane, before = self._tables.pop(row, (NONE, {}))
             lane, after = NONE, dict[int, int]()
             if row in rows:
                 lane = self._lane(rows[row]).index
-                after = {group << 24 | place: block
+                after = {group << 24 | entry: block
                          for group, table in enumerate(rows[row].block_tables)
-                         for place, block in enumerate(table) if block != NULL_BLOCK}  # fmt: skip
+                         for entry, block in enumerate(table) if block != NULL_BLOCK}  # fmt: skip
                 self._tables[row] = lane, after
-            kept = before.items() & after.items() if was == lane else set()
-            gone += ((DROP << KIND_SHIFT | block, was, place)
-                     for place, block in sorted(before.items() - kept))  # fmt: skip
-            come += ((TAKE << KIND_SHIFT | block, lane, place)
-                     for place, block in sorted(after.items() - kept))  # fmt: skip
-        self._takers |= {what & BLOCK: lane for what, lane, _ in come}
-        return gone + come
+            kept = before.items() & after.items() if old_lane == lane else set()
+            drops += ((DROP << KIND_SHIFT | block, old_lane, entry)
+                      for entry, block in sorted(before.items() - kept))  # fmt: skip
+            takes += ((TAKE << KIND_SHIFT | block, lane, entry)
+                      for entry, block in sorted(after.items() - kept))  # fmt: skip
+        self._last_lanes |= {event & BLOCK: lane for event, lane, _ in takes}
+        return drops + takes
 
     def _compare_contents(self) -> Iterator[_Event]:
         for block_id in sorted(self._changed):
-            block, told = self._pool.blocks[block_id], self._contents.pop(block_id, None)
-            if block.prefix is not told and told is not None:
+            block, old = self._pool.blocks[block_id], self._contents.pop(block_id, None)
+            if block.prefix is not old and old is not None:
                 yield EVICT << KIND_SHIFT | block_id, NONE, 0
             if block.prefix is not None:
                 self._contents[block_id] = block.prefix
-                if block.prefix is not told:
-                    lane = self._takers.get(block_id, NONE) if block.ref_count else NONE
+                if block.prefix is not old:
+                    lane = self._last_lanes.get(block_id, NONE) if block.ref_count else NONE
                     yield INDEX << KIND_SHIFT | block_id, lane, self._number(block.prefix)
         self._changed.clear()
 
@@ -222,12 +222,12 @@ class _Gathering(StepObserver):
         number = self._numbers.setdefault(prefix.digest, len(self._numbers))
         if number == len(self._roots):
             self._roots.append(number)
-            above = prefix
-            while above.parent is not None and above.parent.parent is not None:
-                above = above.parent
-                if above.digest in self._numbers:
+            ancestor = prefix
+            while ancestor.parent is not None and ancestor.parent.parent is not None:
+                ancestor = ancestor.parent
+                if ancestor.digest in self._numbers:
                     break
-            self._roots[number] = self._roots[self._number(above)]
+            self._roots[number] = self._roots[self._number(ancestor)]
         return number
 
     def _tiers(self) -> list[TierStats]:
@@ -248,10 +248,10 @@ class _Gathering(StepObserver):
         self._is_shown = plan.step in self._shown
         if plan.step >= self._shown.stop:
             return
-        for _, events in step.seen:  # Why failed steps too: blocks moved.
+        for _, events in step.inspected:  # Why failed steps too: blocks moved.
             self._events.extend(_flat(events))
         self._times.update({name: round(1e6 * s) for name, s in times_of(step.result).items()})
-        self._now = step.seen[-1][0] | {
+        self._now = step.inspected[-1][0] | {
             "t": round(step.time_s * 1e4),
             "waiting": self.scheduler.num_waiting,
             "running": self.scheduler.num_running,
@@ -267,13 +267,13 @@ class _Gathering(StepObserver):
             self._before = self._now
             return
         self._note_ends(step)
-        self._note_words(plan)
+        self._note_reasons(plan)
         self._num_steps += 1
         if self._num_steps % self._steps_per_frame == 0:
             self._write_frame()
 
     def _write_frame(self) -> None:
-        sums = {name: self._now[name] - self._before.get(name, 0) for name in ADDED}
+        sums = {name: self._now[name] - self._before.get(name, 0) for name in INCREMENTS}
         self._frames.append({n: min(v, 2**31 - 1) for n, v in (self._now | sums).items()})
         self._events_of.append(len(self._events) // 3)
         self._before = self._now
@@ -332,16 +332,16 @@ class _Gathering(StepObserver):
             self._mark("ended", lane, seq.num_output_tokens, seq.finish_reason)
             lane.ended = self._frame
 
-    def _note_words(self, plan: StepPlan) -> None:
-        """Notes the scheduler's reasons, and what each waiting request lacks."""
-        room = MAX_NOTES - len(self._notes)
-        self._notes += [[self._frame, words] for words in plan.reasons[:room]]
-        self._num_untold += len(plan.reasons[room:])
-        if plan.waits != self._told_waits:
-            self._told_waits = plan.waits
+    def _note_reasons(self, plan: StepPlan) -> None:
+        """Notes the scheduler's reasons, and why each waiting request waits."""
+        num_left = MAX_NOTES - len(self._notes)
+        self._notes += [[self._frame, text] for text in plan.reasons[:num_left]]
+        self._num_dropped_notes += len(plan.reasons[num_left:])
+        if plan.waits != self._last_waits:
+            self._last_waits = plan.waits
             if self._waits and self._waits[-1][0] == self._frame:
                 self._waits.pop()
-            known = [[self._lanes[seq_id].index, lacks] for seq_id, lacks in plan.waits
+            known = [[self._lanes[seq_id].index, reason] for seq_id, reason in plan.waits
                      if seq_id in self._lanes]  # fmt: skip
             self._waits.append([self._frame, known])
 
@@ -380,14 +380,16 @@ class _Gathering(StepObserver):
         if lane.spans and lane.spans[-1][1] == NONE:
             lane.spans[-1][1] = max(self._frame - 1, lane.spans[-1][0])
 
-    def _mark(self, what: str, lane: _Lane, number: int, words: str | None = None) -> None:
+    def _mark(self, kind: str, lane: _Lane, number: int, text: str | None = None) -> None:
         if self._is_shown:
-            more = [words] if words else []
-            self._marks.append([self._frame, what, lane.index, number, *more])
+            optional = [text] if text else []
+            self._marks.append([self._frame, kind, lane.index, number, *optional])
 
     # --- all of it ----------------------------------------------------------------------------
 
-    def data(self, recording: Recording, story: Story, text_of: Words, title: str) -> PageData:
+    def data(
+        self, recording: Recording, narrative: Narrative, text_of: TokenText, title: str
+    ) -> PageData:
         """The complete data of the page."""
         if self._num_steps % self._steps_per_frame:  # a last, incomplete frame
             self._write_frame()
@@ -400,7 +402,7 @@ class _Gathering(StepObserver):
         has_tokens = num_tokens <= MAX_TOKENS
         tokens = [lane.seq.token_ids if has_tokens else [] for lane in lanes]
         frames = [_differences(lane.token_frames) if has_tokens else [] for lane in lanes]
-        names = (*FIGURES, *(f"tier:{tier.name}" for tier in self._tiers()), *ADDED)
+        names = (*FIGURES, *(f"tier:{tier.name}" for tier in self._tiers()), *INCREMENTS)
         columns = {name: array.array("i", (frame[name] for frame in self._frames))
                    for name in names}  # fmt: skip
         columns |= {
@@ -415,16 +417,16 @@ class _Gathering(StepObserver):
         }
         notes = [
             (self._steps_per_frame > 1,
-             f"{self._num_steps:,} steps are shown {self._steps_per_frame} at a time; what comes"
-             " and goes between is not seen"),
+             f"{self._num_steps:,} steps are shown in groups of {self._steps_per_frame}; changes"
+             " inside a group are not visible"),
             (len(all_lanes) > MAX_LANES,
-             f"of {len(all_lanes):,} sequences the last {len(all_lanes) - MAX_LANES:,} have no"
+             f"the last {len(all_lanes) - MAX_LANES:,} of {len(all_lanes):,} sequences have no"
              " lane"),
-            (self._num_untold > 0,
-             f"{self._num_untold:,} of the scheduler's remarks are left out"),
-            (recording.is_torn, "the file breaks off: the run was killed, or still goes on"),
+            (self._num_dropped_notes > 0,
+             f"{self._num_dropped_notes:,} of the scheduler's notes are omitted"),
+            (recording.is_torn, "the file is incomplete: the run was killed, or has not ended"),
             (not has_tokens,
-             f"{num_tokens:,} tokens are too many: their ids and words are left out"),
+             f"{num_tokens:,} tokens are too many: their ids and text are omitted"),
         ]  # fmt: skip
         ids = {lane.seq.request.request_id for lane in lanes}
         header, layout = recording.header, self.scheduler.block_manager.layout
@@ -433,12 +435,12 @@ class _Gathering(StepObserver):
             "title": title,
             "thinned": [note for holds, note in notes if holds],
             # Per request the lines of `nanoengine explain`: its id, and [step, sentence].
-            "stories": [
-                [name, [[n, line.removeprefix(f"step {n}: ")] for n, line in told]]
-                for name, told in story.requests.items()
+            "requestLines": [
+                [name, [[n, line.removeprefix(f"step {n}: ")] for n, line in lines]]
+                for name, lines in narrative.requests.items()
                 if name in ids
             ],
-            "worthKnowing": story.run_lines(),
+            "runLines": narrative.run_lines(),
             "words": {str(one): text_of(one) for one in used} if text_of else None,
             "header": {
                 "engine": header["engine"],
@@ -452,14 +454,14 @@ class _Gathering(StepObserver):
             },
             "frames": self._frame,
             "stepsPerFrame": self._steps_per_frame,
-            "lanes": [self._told(lane) for lane in lanes],
+            "lanes": [self._lane_meta(lane) for lane in lanes],
             "marks": self._marks,
             "notes": self._notes,
             "waits": self._waits,
         }
         return PageData(meta, columns)
 
-    def _told(self, lane: _Lane) -> dict[str, Any]:
+    def _lane_meta(self, lane: _Lane) -> dict[str, Any]:
         seq, request = lane.seq, lane.seq.request
         return {
             "id": request.request_id,

@@ -13,8 +13,8 @@
 const TAKE = 0, DROP = 1, INDEX = 2, EVICT = 3, SHIFT = 27;
 const WAITING = 0, PREFILL = 1, DECODE = 2, PREEMPTED = 3, IDLE = 4;
 const PARTS = ["schedule", "prepare", "load", "forward", "sample", "commit"];
-const LACKS = { row: "a free row", blocks: "free blocks", budget: "room in the step's token budget",
-  policy: "the policy's consent: it would not fit at the predicted peak", token: "its last token, which a step still samples" };
+const WAIT_REASONS = { row: "one of max_num_seqs sequences to finish", blocks: "free blocks", budget: "a larger token budget of a step",
+  policy: "the admission policy: it would not fit at the predicted peak", token: "its last token, which is still being computed" };
 const $ = (id) => document.getElementById(id);
 
 async function unpack() {
@@ -40,7 +40,7 @@ async function unpack() {
 }
 
 // BLOCKS: number of drawn blocks, up to the last one that the run used; USABLE: blocks in the pool.
-let D, M, LANES, FRAMES, SIZE, BLOCKS, USABLE, TIERS, fold, byBlock, byLane, marksOf, notesOf, storiesOf;
+let D, M, LANES, FRAMES, SIZE, BLOCKS, USABLE, TIERS, fold, byBlock, byLane, marksOf, notesOf, requestLinesOf;
 
 // Positions of the events per block, or per lane: key k has order[starts[k]..starts[k+1]].
 function grouped(num, keyOf) {
@@ -150,7 +150,7 @@ function computedTokens(lane, frame) {
   if (!span || span[2] === WAITING || span[2] === PREEMPTED) return D.tokenFrames.length ? knownTokens(lane, frame - 1) : 1e9;
   return span[2] === DECODE && D.tokenFrames.length ? Math.max(knownTokens(lane, frame - 1), 0) : span[3] - (span[2] === DECODE ? span[1] - frame : 0);
 }
-function wordsOf(lane, from, to) {
+function textOf(lane, from, to) {
   const first = D.tokensOf[lane], ids = D.tokens.subarray(first + from, first + to);
   return M.words ? Array.from(ids, (id) => M.words[id] ?? `[${id}]`).join("") : Array.from(ids).join(" ");
 }
@@ -159,13 +159,13 @@ function wordsOf(lane, from, to) {
 
 let laneOrder = [], tints = [];  // lanes from top to bottom, and the colour of each: neighbours differ
 const tintOf = (lane) => tints[lane] ?? lane % 8;
-const state = { frame: 0, lane: -1, block: -1, only: null, onlyWords: "", view: [0, 1], playing: false };
+const state = { frame: 0, lane: -1, block: -1, only: null, onlyText: "", view: [0, 1], playing: false };
 let colours = {}, shown = [];  // lanes that are listed
 const stepNumber = (frame) => D.step[frame];
 const frameOfStep = (step) => Math.max(0, Math.min(FRAMES - 1, lastAtMost(D.step, step - 1) + 1));
 const nameOf = (lane) => {
-  const told = LANES[lane];
-  return told ? (told.first === false ? `${told.id} (sequence ${told.seq})` : told.id) : "a request without a lane";
+  const info = LANES[lane];
+  return info ? (info.first === false ? `${info.id} (sequence ${info.seq})` : info.id) : "a request without a lane";
 };
 const plural = (n, one, many = one + "s") => `${n.toLocaleString("en")} ${n === 1 ? one : many}`;
 const percent = (part, whole) => (whole ? `${Math.round((100 * part) / whole)} %` : "0 %");
@@ -192,10 +192,10 @@ function choose(lane, block, focus = false) {
   drawLanes(); drawStep();
   if (focus) { $("chosen").focus({ preventScroll: true }); $("chosen").scrollIntoView({ block: "nearest" }); }
 }
-function showOnly(lanes, words) {
-  Object.assign(state, { only: lanes, onlyWords: words });
+function showOnly(lanes, text) {
+  Object.assign(state, { only: lanes, onlyText: text });
   $("unfilter").hidden = !lanes;
-  $("unfilter").textContent = lanes ? `only ${plural(lanes.size, "sequence")}: ${words} ✕` : "";
+  $("unfilter").textContent = lanes ? `only ${plural(lanes.size, "sequence")}: ${text} ✕` : "";
   listLanes(); drawLanes(); drawStep();
 }
 let hashTimer = 0;
@@ -209,8 +209,8 @@ function writeHash() {  // Not at every frame: browsers limit how often an addre
   }, 200);
 }
 function readHash() {
-  const told = new URLSearchParams(location.hash.slice(1));
-  const number = (name) => (/^\d+$/.test(told.get(name) ?? "") ? Number(told.get(name)) : -1);
+  const hash = new URLSearchParams(location.hash.slice(1));
+  const number = (name) => (/^\d+$/.test(hash.get(name) ?? "") ? Number(hash.get(name)) : -1);
   state.lane = LANES.findIndex((lane) => lane.seq === number("sequence"));
   state.block = number("block") < BLOCKS ? number("block") : -1;
   drawLanes();
@@ -298,7 +298,7 @@ function drawBars(name, columns, fills, scale) {
     if (total(best) > top) drawGlyph(pen, "▲", x + bar / 2, base - tall + 5, colours.ink);
   }
   ticks(pen, width, height, a, b);
-  if (!most) { pen.textAlign = "left"; pen.textBaseline = "middle"; pen.fillText("nothing: a simulation has no times", gutter + 8, base - tall / 4); }
+  if (!most) { pen.textAlign = "left"; pen.textBaseline = "middle"; pen.fillText("no times: this is a simulation", gutter + 8, base - tall / 4); }
 }
 function axis(pen, width, base, tall, top) {
   pen.strokeStyle = colours.line; pen.fillStyle = colours.soft; pen.textAlign = "right"; pen.textBaseline = "middle";
@@ -382,14 +382,14 @@ function makeCurves() {
   for (let f = 0; f < FRAMES; f++) { sums[0][f + 1] = sums[0][f] + D.sampled[f]; sums[1][f + 1] = sums[1][f] + D.prefill[f] + D.decode[f]; }
   const rate = (sum) => map((f) => { const g = Math.max(0, f - span), s = seconds(f) - seconds(g); return s > 0 ? (sum[f + 1] - sum[g + 1]) / s : null; });
   const slots = SIZE * M.header.groups.length;
-  const told = [
+  const curves = [
     ["pool", [["in use", map((f) => (100 * D.active[f]) / usable)], ["in use or cached", map((f) => (100 * (D.active[f] + D.cached[f])) / usable)]], "%", 100],
-    ["prompt tokens found in the cache, so far", [["hit rate", map((f) => (D.queried[f] ? (100 * D.hit[f]) / D.queried[f] : null))]], "%", 100],
+    ["prompt tokens found in the prefix cache so far", [["hit rate", map((f) => (D.queried[f] ? (100 * D.hit[f]) / D.queried[f] : null))]], "%", 100],
     ["waste", [["empty slots of blocks in use", map((f) => (D.active[f] ? Math.min(100, (100 * D.empty[f]) / (D.active[f] * SIZE)) : 0))],
-      ["tokens computed again", map((f) => (D.prefill[f] + D.decode[f] ? (100 * D.recomputed[f]) / (D.prefill[f] + D.decode[f]) : 0))]], "%", null],
-    [`tokens a second, over ${plural(span * M.stepsPerFrame, "step")}`, [["sampled", rate(sums[0])], ["computed", rate(sums[1])]], "", null],
+      ["recomputed tokens", map((f) => (D.prefill[f] + D.decode[f] ? (100 * D.recomputed[f]) / (D.prefill[f] + D.decode[f]) : 0))]], "%", null],
+    [`tokens per second, over ${plural(span * M.stepsPerFrame, "step")}`, [["sampled", rate(sums[0])], ["computed", rate(sums[1])]], "", null],
   ];
-  for (const [title, series, unit, top] of told) {
+  for (const [title, series, unit, top] of curves) {
     const figure = document.createElement("figure"), caption = document.createElement("figcaption"), box = document.createElement("div"), cursor = document.createElement("div");
     figure.className = "track"; cursor.className = "cursor"; figure.dataset.track = "curve";
     figure.append(caption, box, cursor);
@@ -436,9 +436,9 @@ function moveCursors() {
 // --- the pool ------------------------------------------------------------------------------------
 
 const MODES = {
-  request: "A block has the colour of the request's lane.",
-  prefix: "Blocks that go on from the same first block have the same colour; grey: not indexed.",
-  age: "The darker or brighter, the more recently a table has taken it or given it back.",
+  request: "Blocks have the colour of their request.",
+  prefix: "Blocks have the colour of the first block of their prefix; grey: not indexed.",
+  age: "Stronger colours: allocated or released more recently.",
 };
 const pool = { columns: 1, cell: 1, top: 0, height: 0, strip: 24 };
 function layoutPool() {
@@ -607,7 +607,7 @@ function slices(column, width, frame) {  // rows of a column whose first number 
 const copiesAt = (frame) => slices(D.copies, 3, frame);
 const movesAt = (frame) => slices(D.moves, 5, frame);
 
-// --- words ---------------------------------------------------------------------------------------
+// --- text ----------------------------------------------------------------------------------------
 
 function marksAt(frame) {  // marks are in order of frames
   let low = 0, high = M.marks.length;
@@ -616,27 +616,27 @@ function marksAt(frame) {  // marks are in order of frames
   for (; low < M.marks.length && M.marks[low][0] === frame; low++) found.push(M.marks[low]);
   return found;
 }
-function markWords([, what, lane, number, words], subject = `request ${nameOf(lane)}`) {
+function describeMark([, what, lane, number, text], subject = `request ${nameOf(lane)}`) {
   switch (what) {
-    case "admitted": return `${subject} gets a row` + (number ? `; ${plural(number, "token")} were in the cache` : "; nothing of it was in the cache");
-    case "preempted": return `${subject} is preempted: ${words}; ${plural(number, "computed token")} ${number === 1 ? "is" : "are"} lost`;
-    case "loaded": return `${subject}: ${plural(number, "block")} loaded from a tier below`;
+    case "admitted": return `${subject} is admitted` + (number ? `; ${plural(number, "token")} of it ${number === 1 ? "was" : "were"} cached` : "; none of its tokens was cached");
+    case "preempted": return `${subject} is preempted: ${text}; ${plural(number, "computed token")} ${number === 1 ? "is" : "are"} lost`;
+    case "loaded": return `${subject}: ${plural(number, "block")} loaded from a tier`;
     case "forked": return `${subject} is forked` + (number >= 0 ? ` from request ${nameOf(number)}` : "");
-    case "error": return `${subject}: ${words}`;
-    default: return `${subject} has ended (${words}) after ${plural(number, "output token")}`;
+    case "error": return `${subject}: ${text}`;
+    default: return `${subject} has finished (${text}) after ${plural(number, "output token")}`;
   }
 }
-function stepWords(frame) {
+function describeStep(frame) {
   const lines = [], ms = PARTS.reduce((sum, name) => sum + D[name][frame], 0) / 1000;
-  const tokens = [D.prefill[frame] && `${plural(D.prefill[frame], "token")} of prompts`, D.decode[frame] && `${D.decode[frame]} decoded`].filter(Boolean);
-  lines.push(`${tokens.join(" and ") || "no token"}; ${plural(D.running[frame], "sequence")} ${D.running[frame] === 1 ? "runs" : "run"}, ${D.waiting[frame]} wait`);
+  const tokens = [D.prefill[frame] && `${plural(D.prefill[frame], "prefill token")}`, D.decode[frame] && `${plural(D.decode[frame], "decode token")}`].filter(Boolean);
+  lines.push(`${tokens.join(" and ") || "no tokens"}; ${plural(D.running[frame], "sequence")} running, ${D.waiting[frame]} waiting`);
   lines.push(`${ms.toFixed(ms < 10 ? 2 : 0)} ms: ` + PARTS.filter((name) => D[name][frame] > 0).map((name) => `${name} ${(D[name][frame] / 1000).toFixed(2)}`).join(", "));
-  for (const mark of marksAt(frame).slice(0, 12)) lines.push(markWords(mark));
+  for (const mark of marksAt(frame).slice(0, 12)) lines.push(describeMark(mark));
   const counts = [0, 0, 0, 0];
   for (let e = D.eventsOf[frame]; e < D.eventsOf[frame + 1]; e++) counts[kindOf(e)]++;
-  const told = [["block taken or shared", "blocks taken or shared"], ["given back", "given back"], ["indexed", "indexed"], ["loses its content", "lose their content"]].map(([one, many], i) => counts[i] && plural(counts[i], one, many)).filter(Boolean);
-  if (told.length) lines.push(told.join(", "));
-  for (const [from, to] of copiesAt(frame).slice(0, 5)) lines.push(`block ${from} is copied to ${to}, because one of its users writes`);
+  const events = [["block allocated or shared", "blocks allocated or shared"], ["released", "released"], ["indexed", "indexed"], ["evicted", "evicted"]].map(([one, many], i) => counts[i] && plural(counts[i], one, many)).filter(Boolean);
+  if (events.length) lines.push(events.join(", "));
+  for (const [from, to] of copiesAt(frame).slice(0, 5)) lines.push(`block ${from} is copied to ${to} (copy-on-write)`);
   const moves = movesAt(frame);
   TIERS.forEach(([name], tier) => {
     const of = (load) => moves.filter((move) => move[0] === tier && move[1] === load).length;
@@ -644,67 +644,67 @@ function stepWords(frame) {
     if (of(0)) lines.push(`${plural(of(0), "block")} stored to ${name}`);
   });
   const waits = M.waits.length ? M.waits[lastAtMost(M.waitFrames, frame)]?.[1] ?? [] : [];
-  for (const [lane, lacks] of waits.slice(0, 4)) lines.push(`request ${nameOf(lane)} waits for ${LACKS[lacks] ?? lacks}`);
-  for (const words of (notesOf.get(frame) ?? []).slice(0, 8)) lines.push(words);
+  for (const [lane, reason] of waits.slice(0, 4)) lines.push(`request ${nameOf(lane)} waits for ${WAIT_REASONS[reason] ?? reason}`);
+  for (const text of (notesOf.get(frame) ?? []).slice(0, 8)) lines.push(text);
   return lines;
 }
 
-// The history of a block: [frame, words], in order.
-function lifeOf(block) {
-  const life = [], { starts, order } = byBlock;
+// The history of a block: [frame, text], in order.
+function blockHistory(block) {
+  const events = [], { starts, order } = byBlock;
   let refs = 0, content = -1;
   for (let i = starts[block]; i < starts[block + 1]; i++) {
-    const e = order[i], kind = kindOf(e), who = laneOf(e) >= 0 ? `request ${nameOf(laneOf(e))}` : "", frame = frameOfEvent(e);
+    const e = order[i], kind = kindOf(e), user = laneOf(e) >= 0 ? `request ${nameOf(laneOf(e))}` : "", frame = frameOfEvent(e);
     if (kind === TAKE) {
       const entry = `entry ${entryOf(e)} of its table`;
-      life.push([frame, refs ? `shared with ${who}, ${entry}` : content >= 0 ? `found in the cache by ${who}, ${entry}` : `taken by ${who}, ${entry}`, laneOf(e)]);
+      events.push([frame, refs ? `shared with ${user}, ${entry}` : content >= 0 ? `reused from the prefix cache by ${user}, ${entry}` : `allocated by ${user}, ${entry}`, laneOf(e)]);
       refs++;
     } else if (kind === DROP) {
       refs--;
-      life.push([frame, refs ? `given back by ${who}; ${refs} still ${refs === 1 ? "uses" : "use"} it` : content >= 0 ? `given back by ${who}; it stays cached` : `given back by ${who}; it is empty`, laneOf(e)]);
+      events.push([frame, refs ? `released by ${user}; ${refs} still ${refs === 1 ? "uses" : "use"} it` : content >= 0 ? `released by ${user}; it stays cached` : `released by ${user}; it is empty`, laneOf(e)]);
     } else if (kind === INDEX) {
       content = argumentOf(e);
-      life.push([frame, "indexed: others with this prefix can find it from now on", laneOf(e)]);
+      events.push([frame, "indexed: requests with this prefix can reuse it from now on", laneOf(e)]);
     } else {
       content = -1;
-      life.push([frame, "its content is given up", -1]);
+      events.push([frame, "evicted", -1]);
     }
   }
   for (let i = 0; i < D.copies.length; i += 3) {
-    if (D.copies[i + 1] === block) life.push([D.copies[i], `copied to block ${D.copies[i + 2]}`, -1]);
-    if (D.copies[i + 2] === block) life.push([D.copies[i], `a copy of block ${D.copies[i + 1]} (copy-on-write)`, -1]);
+    if (D.copies[i + 1] === block) events.push([D.copies[i], `copied to block ${D.copies[i + 2]}`, -1]);
+    if (D.copies[i + 2] === block) events.push([D.copies[i], `a copy of block ${D.copies[i + 1]} (copy-on-write)`, -1]);
   }
   for (let i = 0; i < D.moves.length; i += 5) {
-    if (D.moves[i + 3] === block) life.push([D.moves[i], `${D.moves[i + 2] ? "loaded from" : "stored to"} ${TIERS[D.moves[i + 1]][0]}`, -1]);
+    if (D.moves[i + 3] === block) events.push([D.moves[i], `${D.moves[i + 2] ? "loaded from" : "stored to"} ${TIERS[D.moves[i + 1]][0]}`, -1]);
   }
-  return life.sort((one, other) => one[0] - other[0]);
+  return events.sort((one, other) => one[0] - other[0]);
 }
-function blockWords(block) {
+function describeBlock(block) {
   const status = fold.status(block);
-  if (status === "null") return "the null block: it stands in tables where a window has dropped a block";
+  if (status === "null") return "the null block: a placeholder for blocks that a sliding window has dropped";
   if (status === "empty") return "empty";
-  if (status === "cached") return `cached: nobody uses it, and a request with this prefix would find it`;
+  if (status === "cached") return "cached: not in use, but requests with this prefix can reuse it";
   const owners = ownersOf(block, state.frame);
-  return `in use by ${owners.length > 1 ? "requests" : "request"} ${owners.slice(0, 4).map(nameOf).join(", ")}${owners.length > 4 ? ` and ${owners.length - 4} more` : ""}` + (fold.content[block] >= 0 ? "; full, others can find it" : "; not full, or not indexed");
+  return `in use by ${owners.length > 1 ? "requests" : "request"} ${owners.slice(0, 4).map(nameOf).join(", ")}${owners.length > 4 ? ` and ${owners.length - 4} more` : ""}` + (fold.content[block] >= 0 ? "; full and indexed" : "; not full, or not indexed");
 }
 function blockText(block) {  // the tokens whose keys and values it holds
   const lane = fold.owner[block], entry = (fold.entry[block] & 0xffffff) * SIZE;
   if (lane < 0 || lane >= LANES.length || fold.status(block) === "empty" || !D.tokens.length) return "";
   const to = fold.content[block] >= 0 ? entry + SIZE : Math.min(entry + SIZE, computedTokens(lane, state.frame));
-  return wordsOf(lane, entry, Math.min(Math.max(to, entry), D.tokensOf[lane + 1] - D.tokensOf[lane]));
+  return textOf(lane, entry, Math.min(Math.max(to, entry), D.tokensOf[lane + 1] - D.tokensOf[lane]));
 }
-function laneWords(lane, frame) {
-  const span = spanAt(lane, frame), told = LANES[lane];
-  if (!span) return told.ended >= 0 && frame > told.ended ? `has ended (${told.reason})` : "has not come yet";
+function describeLane(lane, frame) {
+  const span = spanAt(lane, frame), info = LANES[lane];
+  if (!span) return info.ended >= 0 && frame > info.ended ? `has finished (${info.reason})` : "has not arrived yet";
   const [from, to, kind, computed] = span;
   if (kind === WAITING) return `has waited for ${plural(frame - from + 1, "step")}`;
   if (kind === PREEMPTED) return `was preempted, and has waited for ${plural(frame - from + 1, "step")}`;
   if (kind === PREFILL) return `prefills up to token ${computed}`;
-  return kind === DECODE ? `decodes; ${plural(Math.max(knownTokens(lane, frame) - told.prompt, 0), "token")} so far` : "has a row and computes nothing in this step";
+  return kind === DECODE ? `decodes; ${plural(Math.max(knownTokens(lane, frame) - info.prompt, 0), "token")} so far` : "is running, but computes nothing in this step";
 }
-// A request's lines of `nanoengine explain`: [frame, words]; outside the page: -1 or FRAMES.
-function storyOf(lane) {
-  return (storiesOf.get(LANES[lane].id) ?? []).map(([step, words]) => [step < stepNumber(0) ? -1 : step > stepNumber(FRAMES - 1) ? FRAMES : frameOfStep(step), words]);
+// A request's lines of `nanoengine explain`: [frame, text]; outside the page: -1 or FRAMES.
+function requestHistory(lane) {
+  return (requestLinesOf.get(LANES[lane].id) ?? []).map(([step, text]) => [step < stepNumber(0) ? -1 : step > stepNumber(FRAMES - 1) ? FRAMES : frameOfStep(step), text]);
 }
 
 // --- cards ---------------------------------------------------------------------------------------
@@ -719,15 +719,15 @@ function make(tag, options = {}, ...children) {
   return element;
 }
 const goTo = (frame) => (frame < 0 || frame >= FRAMES ? make("span", { text: frame < 0 ? "before" : "after" }) : make("button", { className: "go", text: `step ${stepNumber(frame)}`, on: () => setFrame(frame) }));
-const closer = () => make("button", { className: "close", text: "✕", title: "Choose nothing (Esc)", ariaLabel: "Choose nothing", on: () => choose(-1, -1) });
-function lifeList(entries) {
+const closer = () => make("button", { className: "close", text: "✕", title: "Clear the selection (Esc)", ariaLabel: "Clear the selection", on: () => choose(-1, -1) });
+function historyList(entries) {
   const list = make("ol", { className: "life" }), around = Math.max(entries.findIndex(([frame]) => frame > state.frame), 0);
   const from = Math.max(0, Math.min(around - 150, entries.length - 300));
-  if (from) list.append(make("li", { text: `${from} earlier ones are not shown` }));
-  for (const [frame, words] of entries.slice(from, from + 300)) {
-    list.append(make("li", { className: frame === state.frame ? "past now-row" : frame < state.frame ? "past" : "to-come" }, make("span", {}, goTo(frame)), make("span", { text: words })));
+  if (from) list.append(make("li", { text: `${from} earlier events are not shown` }));
+  for (const [frame, text] of entries.slice(from, from + 300)) {
+    list.append(make("li", { className: frame === state.frame ? "past now-row" : frame < state.frame ? "past" : "to-come" }, make("span", {}, goTo(frame)), make("span", { text })));
   }
-  if (entries.length > from + 300) list.append(make("li", { text: `${entries.length - from - 300} later ones are not shown` }));
+  if (entries.length > from + 300) list.append(make("li", { text: `${entries.length - from - 300} later events are not shown` }));
   return list;
 }
 function definition(entries) {
@@ -737,27 +737,27 @@ function chosenCard() {
   if (state.block >= 0) {
     const block = state.block, text = blockText(block), content = fold.content[block];
     const buttons = make("span", { className: "chips" }, ...ownersOf(block, state.frame).slice(0, 24).map((lane) => make("button", { className: "to", text: nameOf(lane), on: () => choose(lane, -1, true) })));
-    return [closer(), make("h3", { text: `Block ${block}` }), make("p", { text: blockWords(block) }),
+    return [closer(), make("h3", { text: `Block ${block}` }), make("p", { text: describeBlock(block) }),
       definition([["references", String(fold.refs[block])], ["users", fold.refs[block] ? buttons : ""], ["content", content >= 0 ? `number ${content}, prefix ${D.rootOf[content]}` : "not indexed"]]),
-      ...(text ? [make("p", { className: "text", text })] : []), make("h3", { text: "Its whole life" }), lifeList(lifeOf(block))];
+      ...(text ? [make("p", { className: "text", text })] : []), make("h3", { text: "History of the block" }), historyList(blockHistory(block))];
   }
   if (state.lane >= 0) {
-    const lane = state.lane, told = LANES[lane], tables = tablesOf(lane, state.frame), known = D.tokens.length ? knownTokens(lane, state.frame) : 0;
-    const prompt = Math.min(told.prompt, D.tokensOf[lane + 1] - D.tokensOf[lane]), text = make("p", { className: "text", text: wordsOf(lane, 0, prompt) });
-    if (known > prompt) text.append(make("mark", { text: wordsOf(lane, prompt, known), title: "output so far" }));
+    const lane = state.lane, info = LANES[lane], tables = tablesOf(lane, state.frame), known = D.tokens.length ? knownTokens(lane, state.frame) : 0;
+    const prompt = Math.min(info.prompt, D.tokensOf[lane + 1] - D.tokensOf[lane]), text = make("p", { className: "text", text: textOf(lane, 0, prompt) });
+    if (known > prompt) text.append(make("mark", { text: textOf(lane, prompt, known), title: "output so far" }));
     const parts = tables.flatMap((table, group) => (table.length ? [
       make("p", { className: "legend", text: (tables.length > 1 ? `Block table of group ${group}` : "Block table") + ": entry → block of the pool" }),
       make("div", { className: "chips" }, ...table.slice(0, 400).map((block, entry) => make("button", { className: "to", text: `${entry} → ${block || "×"}`, on: () => choose(lane, block, true) })))] : []));
-    return [closer(), make("h3", { text: `Request ${nameOf(lane)}` }), make("p", { text: `At step ${stepNumber(state.frame)} it ${laneWords(lane, state.frame)}.` }),
-      ...parts, ...(D.tokens.length ? [text] : []), make("h3", { text: "Its story" }), lifeList(storyOf(lane))];
+    return [closer(), make("h3", { text: `Request ${nameOf(lane)}` }), make("p", { text: `At step ${stepNumber(state.frame)} it ${describeLane(lane, state.frame)}.` }),
+      ...parts, ...(D.tokens.length ? [text] : []), make("h3", { text: "History of the request" }), historyList(requestHistory(lane))];
   }
-  return [make("h3", { text: "Worth knowing of this run" }), make("ul", {}, ...M.worthKnowing.slice(1).map((text) => make("li", { text: text.replace(/^\d+\. /, "") }))),
-    make("p", { className: "legend", text: "Choose a request's lane or a block to see its whole life here." })];
+  return [make("h3", { text: "Summary of the run" }), make("ul", {}, ...M.runLines.slice(1).map((text) => make("li", { text: text.replace(/^\d+\. /, "") }))),
+    make("p", { className: "legend", text: "Select a request or a block to see its history here." })];
 }
 let cardTimer = 0;
 function drawCards() {
   cardTimer = 0;
-  $("step-words").replaceChildren(...stepWords(state.frame).map((text) => make("li", { text })));
+  $("step-words").replaceChildren(...describeStep(state.frame).map((text) => make("li", { text })));
   $("chosen").replaceChildren(...chosenCard());
   const list = $("chosen").querySelector(".life"), past = list?.querySelectorAll(".past");
   if (past?.length) list.scrollTop = past[past.length - 1].offsetTop - list.offsetTop - list.clientHeight / 2;
@@ -779,7 +779,7 @@ function drawStep() {
   $("pool-step").textContent = number;
   const f = state.frame, usable = USABLE, empty = usable - D.active[f] - D.cached[f], unused = USABLE - (BLOCKS - 1);
   $("pool-words").replaceChildren(make("b", { text: D.active[f].toLocaleString("en") }), ` in use (${percent(D.active[f], usable)}), `,
-    make("b", { text: D.cached[f].toLocaleString("en") }), " cached, ", make("b", { text: empty.toLocaleString("en") }), ` empty; ${plural(SIZE, "token")} a block. ${unused ? `The last ${unused.toLocaleString("en")} are never used and not drawn. ` : ""}${MODES[$("colour").value]}`);
+    make("b", { text: D.cached[f].toLocaleString("en") }), " cached, ", make("b", { text: empty.toLocaleString("en") }), ` empty; ${plural(SIZE, "token")} per block. ${unused ? `The last ${unused.toLocaleString("en")} are never used and not drawn. ` : ""}${MODES[$("colour").value]}`);
   moveCursors(); drawPool();
   // During playback, text is updated ten times per second, because faster text is unreadable.
   if (!state.playing) drawCards(); else if (!cardTimer) cardTimer = setTimeout(drawCards, 100);
@@ -802,13 +802,13 @@ function blockAt(event) {
   return x >= 0 && x < pool.columns && y >= 0 && y < pool.rows && block < BLOCKS ? block : -1;
 }
 function blockTip(block) {
-  const life = lifeOf(block), text = blockText(block), before = life.filter(([frame]) => frame <= state.frame), later = life.length - before.length;
-  return [`Block ${block}: ${blockWords(block)}`, ...(fold.refs[block] > 1 ? [`${fold.refs[block]} references`] : []), ...(text ? [`“${text.length > 140 ? text.slice(0, 140) + "…" : text}”`] : []), "",
-    ...(before.length > 8 ? [`… ${before.length - 8} things before`] : []), ...before.slice(-8).map(([frame, words]) => `step ${stepNumber(frame)}: ${words}`), ...(later ? [`… ${later} more after this step`] : [])];
+  const life = blockHistory(block), text = blockText(block), before = life.filter(([frame]) => frame <= state.frame), later = life.length - before.length;
+  return [`Block ${block}: ${describeBlock(block)}`, ...(fold.refs[block] > 1 ? [`${fold.refs[block]} references`] : []), ...(text ? [`“${text.length > 140 ? text.slice(0, 140) + "…" : text}”`] : []), "",
+    ...(before.length > 8 ? [`… ${before.length - 8} earlier events`] : []), ...before.slice(-8).map(([frame, text]) => `step ${stepNumber(frame)}: ${text}`), ...(later ? [`… ${later} more after this step`] : [])];
 }
 function laneTip(lane, frame) {
-  const story = storyOf(lane), shownStory = story.length > 12 ? [...story.slice(0, 5), [-2, `… ${story.length - 10} more`], ...story.slice(-5)] : story;
-  return [`Request ${nameOf(lane)} ${laneWords(lane, Math.max(0, Math.min(FRAMES - 1, frame)))}`, "", ...shownStory.map(([at, words]) => (at < 0 || at >= FRAMES ? words : `step ${stepNumber(at)}: ${words}`))];
+  const story = requestHistory(lane), shownLines = story.length > 12 ? [...story.slice(0, 5), [-2, `… ${story.length - 10} more`], ...story.slice(-5)] : story;
+  return [`Request ${nameOf(lane)} ${describeLane(lane, Math.max(0, Math.min(FRAMES - 1, frame)))}`, "", ...shownLines.map(([at, text]) => (at < 0 || at >= FRAMES ? text : `step ${stepNumber(at)}: ${text}`))];
 }
 const laneAt = (event) => {
   const y = event.clientY - $("lanes").getBoundingClientRect().top + $("lanes").scrollTop;
@@ -834,7 +834,7 @@ function listenToPointers() {
     area.addEventListener("pointermove", (event) => {
       if (event.buttons & 1 && !isLanes) return setFrame(within(at(event)));
       const lane = isLanes ? laneAt(event) : -1, frame = within(at(event));
-      hover(() => (isLanes ? (lane < 0 ? null : laneTip(lane, frame)) : [`Step ${stepNumber(frame)}`, ...stepWords(frame)]), event);
+      hover(() => (isLanes ? (lane < 0 ? null : laneTip(lane, frame)) : [`Step ${stepNumber(frame)}`, ...describeStep(frame)]), event);
     });
     area.addEventListener("pointerleave", leave);
     area.addEventListener("click", (event) => {
@@ -889,16 +889,16 @@ function listenToKeys() {
       const block = state.block < 0 ? 0 : Math.max(0, Math.min(BLOCKS - 1, state.block + by));
       choose(state.lane, block, event.key === "Enter");
       if (event.key !== "Enter") $("box").scrollIntoView({ block: "nearest" });
-      say(`Block ${block}: ${blockWords(block)}`);
+      say(`Block ${block}: ${describeBlock(block)}`);
     } else if (target.id === "lanes" && (event.key === "ArrowUp" || event.key === "ArrowDown" || event.key === "Enter")) {
       const at = shown.indexOf(state.lane), next = Math.max(0, Math.min(shown.length - 1, at + { ArrowUp: -1, ArrowDown: 1, Enter: 0 }[event.key]));
       if (!shown.length) return;
       const box = $("lanes"), y = next * LANE;
       if (y < box.scrollTop) box.scrollTop = y; else if (y + LANE > box.scrollTop + box.clientHeight) box.scrollTop = y + LANE - box.clientHeight;
       choose(shown[next], -1, event.key === "Enter");
-      say(`Request ${nameOf(shown[next])} ${laneWords(shown[next], state.frame)}`);
+      say(`Request ${nameOf(shown[next])} ${describeLane(shown[next], state.frame)}`);
     } else if (event.key === "ArrowLeft" || event.key === "ArrowRight") {
-      setFrame(state.frame + moves[event.key] * (event.shiftKey ? 10 : 1)); say(stepWords(state.frame).slice(0, 1).join());
+      setFrame(state.frame + moves[event.key] * (event.shiftKey ? 10 : 1)); say(describeStep(state.frame).slice(0, 1).join());
     } else if (event.key === "Home") setFrame(0);
     else if (event.key === "End") setFrame(FRAMES - 1);
     else if (event.key === " " && !target.matches("button, summary")) play(!state.playing);
@@ -943,12 +943,12 @@ function listenToControls() {
 function closeFound() { $("found").hidden = true; }
 
 const prompts = [];
-const promptOf = (lane) => (prompts[lane] ??= wordsOf(lane, 0, Math.min(LANES[lane].prompt, 400, D.tokensOf[lane + 1] - D.tokensOf[lane])).toLowerCase());
+const promptOf = (lane) => (prompts[lane] ??= textOf(lane, 0, Math.min(LANES[lane].prompt, 400, D.tokensOf[lane + 1] - D.tokensOf[lane])).toLowerCase());
 function find() {
-  const asked = $("search").value.trim(), low = asked.toLowerCase(), list = $("found"), results = [];
+  const query = $("search").value.trim(), low = query.toLowerCase(), list = $("found"), results = [];
   list.replaceChildren();
-  list.hidden = !asked;
-  if (!asked) return;
+  list.hidden = !query;
+  if (!query) return;
   const number = /^(block|step)\s+(\d+)$/.exec(low);
   if (number && number[1] === "block" && number[2] < BLOCKS) results.push([`block ${number[2]}`, () => choose(-1, Number(number[2]), true)]);
   if (number && number[1] === "step") results.push([`step ${stepNumber(frameOfStep(Number(number[2])))}`, () => setFrame(frameOfStep(Number(number[2])))]);
@@ -959,8 +959,8 @@ function find() {
     else if (D.tokens.length && promptOf(lane).includes(low)) within.push(lane);
   }
   const exact = ids.filter((lane) => LANES[lane].id.toLowerCase() === low);
-  for (const [lanes, words] of [[begin, `prompts that begin with “${asked}”`], [within, `prompts with “${asked}”`]]) {
-    if (lanes.length > 1) results.push([`only ${plural(lanes.length, "sequence")}: ${words}`, () => showOnly(new Set(lanes), words)]);
+  for (const [lanes, text] of [[begin, `prompts that begin with “${query}”`], [within, `prompts with “${query}”`]]) {
+    if (lanes.length > 1) results.push([`only ${plural(lanes.length, "sequence")}: ${text}`, () => showOnly(new Set(lanes), text)]);
   }
   for (const lane of [...exact, ...ids.filter((lane) => !exact.includes(lane)), ...begin, ...within].slice(0, 14)) {
     results.push([`${nameOf(lane)}  ·  ${promptOf(lane).slice(0, 60)}`, () => jumpTo(lane)]);
@@ -985,7 +985,7 @@ function tellAbout() {
   $("engine").textContent = `Traced by nanoengine ${M.header.engine}, ${M.header.date}.`;
   const facts = [[new Set(LANES.map((lane) => lane.id)).size, "requests"], [stepNumber(FRAMES - 1) - stepNumber(0) + 1, "steps"], [`${seconds.toFixed(2)} s`, ""], [out, "tokens sampled"], [USABLE, `blocks of ${SIZE} tokens`],
     [percent(D.hit[FRAMES - 1], D.queried[FRAMES - 1]), "of prompts found in the cache"], [M.marks.filter(([, what]) => what === "preempted").length, "preemptions"]];
-  $("about").replaceChildren(model ? `${model.split("/").pop()}: ` : "", ...facts.flatMap(([value, words], i) => [i ? " · " : "", make("b", { text: typeof value === "number" ? value.toLocaleString("en") : value }), ` ${words}`]));
+  $("about").replaceChildren(model ? `${model.split("/").pop()}: ` : "", ...facts.flatMap(([value, label], i) => [i ? " · " : "", make("b", { text: typeof value === "number" ? value.toLocaleString("en") : value }), ` ${label}`]));
   $("thinned").replaceChildren(...M.thinned.map((text) => make("li", { text })));
   $("parts").replaceChildren(...PARTS.map((name, i) => [name, [5, 4, 3, 0, 2, 1][i]]).map(([name, i]) => { const mark = make("i", { className: "sw" }); mark.style.background = `var(--c${i})`; return make("span", { className: "key" }, mark, name); }));
 }
@@ -996,8 +996,8 @@ async function start() {
   for (let e = 0; e < D.events.length / 3; e++) BLOCKS = Math.max(BLOCKS, blockOf(e) + 1);
   M.waitFrames = M.waits.map(([frame]) => frame);
   notesOf = new Map();
-  storiesOf = new Map(M.stories);
-  for (const [frame, words] of M.notes) notesOf.set(frame, [...(notesOf.get(frame) ?? []), words]);
+  requestLinesOf = new Map(M.requestLines);
+  for (const [frame, text] of M.notes) notesOf.set(frame, [...(notesOf.get(frame) ?? []), text]);
   marksOf = LANES.map(() => []);
   for (const mark of M.marks) marksOf[mark[2]]?.push(mark);
   const firstOf = new Map();
@@ -1013,7 +1013,7 @@ async function start() {
   listenToPointers(); listenToKeys(); listenToControls();
   fold.seek(0); drawTracks(); readHash();
   document.documentElement.dataset.ready = "yes";
-  window.viewer = { state, fold, pool, lanes: LANES, setFrame, tablesOf, knownTokens, wordsOf, lifeOf, storyOf };  // for tests and the curious
+  window.viewer = { state, fold, pool, lanes: LANES, setFrame, tablesOf, knownTokens, textOf, blockHistory, requestHistory };  // for tests and the curious
 }
 start().catch((error) => {
   $("about").textContent = `This page can't show its data: ${error.message}. It needs a browser of 2023 or later.`;

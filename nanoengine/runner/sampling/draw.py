@@ -1,25 +1,24 @@
-"""One token from each line of logits: greedy, drawn, or drawn from the most likely ones.
+"""Samples one token from each line of logits, in torch: greedy, or drawn with or without filters.
 
-The Sampler and the DecodeStep call these functions. They know tensors and numbers only: no rows, no
-requests. A sampled token depends only on its own line, bit for bit, whatever the number of lines
-and threads and the other lines. Three rules ensure this:
+Called by the Sampler and the DecodeStep. A sampled token depends only on its own line, bit for bit,
+whatever the other lines and the number of lines and threads are. Three rules ensure this:
 
     random numbers   a hash of (seed, position): no generator with shared state
     exact sums       probabilities as integers, which sum to the same value in any order
-    one order        more likely first, and among equals the lower token id first
+    total order      more likely tokens first; equally likely ones by token id
 
-On a CPU the Sampler groups lines by their filters, and `draw_widening` looks at values to stop
-early. On a GPU the host would have to wait for a value. `sample_on_device` therefore takes all
-lines together, and a captured CUDA graph fits every batch of its `SamplingKind`:
+On a CPU the Sampler groups lines by their filters, and `draw_top_p` reads values to stop early. On
+a GPU the host would have to wait for a value. So `sample_on_device` treats all lines alike, and a
+captured CUDA graph is valid for every batch of its `SamplingKind`:
 
     GREEDY      all lines take the most likely token      argmax
     DRAWN       no line filters                           draw from all tokens
     FILTERED    some line filters                         sort, then draw from what the filters keep
 
 On CUDA one kernel does all three (`triton_sampling.py`). This file is its reference implementation,
-and handles float64. An exponential may differ between the two in its last bit, which rarely changes
-a token: by estimate once in millions of draws if few tokens are likely, and once in ten thousand if
-all are. On one device a seed always gives the same tokens.
+and handles float64. The last bit of an exponential may differ between the two, which rarely changes
+a token: about once in millions of draws if few tokens are likely, and once in ten thousand if all
+are. On one device a seed always gives the same tokens.
 
 Legend: L lines of logits, V vocabulary (a multiple of BLOCK where lines are drawn: see
 `pad_to_blocks`), K candidates.
@@ -47,10 +46,10 @@ CHUNK = 2**23
 """The same on a GPU: large enough to amortise launches; a float64 copy takes 64 MiB."""
 
 BLOCK = 64
-"""Tokens reduced together before a search, which then reads V / BLOCK values instead of V."""
+"""Tokens whose sum or maximum is computed before a search, which then reads V / BLOCK values."""
 
 FIRST_WIDTH = 64
-"""Candidates tried first for top_p or min_p: enough if the model is fairly sure."""
+"""Number of candidates tried first for top_p or min_p: enough if the model is fairly sure."""
 
 SCALE = 2.0**34
 """Integer weight of a line's most likely token."""
@@ -59,12 +58,12 @@ GOLDEN = 0x9E3779B97F4A7C15 - 2**64
 """2**64 divided by the golden ratio, odd, as int64: its multiples spread evenly over 64 bits."""
 
 Bits = TypeVar("Bits", NDArray[np.int64], torch.Tensor)
-"""int64, as an array or as a tensor on any device. They wrap like unsigned integers; only right
-shifts must mask the sign."""
+"""int64, as an array or as a tensor on any device. Sums and products wrap as for unsigned integers;
+only right shifts must mask the sign."""
 
 
 def uniforms(seeds: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.float64]:
-    """One number in [0, 1) for each (seed, position), [L]; the seeds as `mix` makes them.
+    """One number in [0, 1) for each (seed, position), [L]; the seeds as `mix` returns them.
 
     >>> uniforms(mix(np.array([7, 8])), np.array([0, 0])).round(4).tolist()
     [0.5243, 0.9262]
@@ -99,12 +98,12 @@ def _shift(z: Bits, count: int) -> Bits:
 
 @dataclass(frozen=True, slots=True)
 class DrawParams:
-    """How each of L lines is drawn.
+    """The sampling parameters of L lines.
 
     Attributes:
         packed: temperature, top_k (V if off), top_p (1), min_p (0) and the random number per line,
             [5, L] float64: one copy to the device.
-        uses_min_p, max_top_k: bounds that the host knows without reading from the device.
+        uses_min_p, max_top_k: bounds over the lines, known on the host.
     """
 
     packed: torch.Tensor
@@ -136,8 +135,8 @@ def line_chunks(logits: torch.Tensor, count: int | None = None) -> Iterator[slic
     return (slice(start, start + size) for start in range(0, count, size))
 
 
-def widen(logits: torch.Tensor) -> torch.Tensor:
-    """16-bit logits as float32: their differences and quotients need the precision."""
+def upcast(logits: torch.Tensor) -> torch.Tensor:
+    """Converts 16-bit logits to float32, which their differences and quotients need."""
     return logits if logits.dtype == torch.float64 else logits.float()
 
 
@@ -167,24 +166,25 @@ def top_candidates(values: torch.Tensor, width: int) -> tuple[torch.Tensor, torc
     """The `width` largest values of each line, sorted; lower id first among equals.
 
     Returns values and ids [L, width], the same as the start of a stable descending sort. Each of
-    the `width` best tokens lies in one of the `width` best blocks, so only those are searched.
-    Value and id are packed into one integer, which fixes the order of equals.
+    the `width` best tokens is in one of the `width` best blocks, so only those are searched. Value
+    and id are packed into one integer, which orders equal values.
 
-    Perf: 0.2 ms per line for 50 of 151,936, against 0.27 for torch.topk, which may swap equals, and
-    17 for the sort (CPU time, one busy Zen 3 core).
+    Perf: 0.2 ms per line for 50 of 151,936, against 0.27 for torch.topk, which may swap equal
+        values,
+    and 17 for the sort (CPU time, one busy Zen 3 core).
     """
     if values.dtype == torch.float64:  # only log-probabilities of float64 models, in tests
         ordered = values.sort(dim=-1, descending=True, stable=True)
         return ordered.values[:, :width], ordered.indices[:, :width]
     ids = torch.arange(values.shape[-1], device=values.device)
-    found = values
+    candidates = values
     if width * BLOCK < values.shape[-1]:
         blocks = pad_to_blocks(values).unflatten(-1, (-1, BLOCK))
         block_ids = torch.arange(blocks.shape[1], device=values.device)
         block = _largest(blocks.amax(-1), block_ids, width)[:, :, None]  # [L, width, 1]
-        found = blocks.gather(1, block.expand(-1, -1, BLOCK)).flatten(1)  # [L, width * BLOCK]
+        candidates = blocks.gather(1, block.expand(-1, -1, BLOCK)).flatten(1)  # [L, width * BLOCK]
         ids = (block * BLOCK + torch.arange(BLOCK, device=values.device)).flatten(1)
-    ids = _largest(found, ids, width)
+    ids = _largest(candidates, ids, width)
     return values.gather(-1, ids), ids
 
 
@@ -200,7 +200,7 @@ def _largest(values: torch.Tensor, ids: torch.Tensor, width: int) -> torch.Tenso
 
 
 def _largest_keys(keys: torch.Tensor, width: int) -> torch.Tensor:
-    """The `width` largest integers of each line, descending. They are distinct: the result is
+    """The `width` largest of each line's integers, descending. All are distinct, so the result is
     unique."""
     if keys.device.type != "cpu":
         return keys.topk(width).values
@@ -224,10 +224,10 @@ def draw(logits: torch.Tensor, largest: torch.Tensor, params: DrawParams) -> tor
     """
     weights = draw_weights(logits, largest, params).unflatten(-1, (-1, BLOCK))
     sums = weights.double().sum(-1)  # [L, V / BLOCK]
-    ends = sums.cumsum(-1)
-    target = draw_target(ends[:, -1:], params)
-    block = _first_above(ends, target)
-    before = (ends - sums).gather(-1, block)
+    cumulative = sums.cumsum(-1)
+    target = draw_target(cumulative[:, -1:], params)
+    block = _first_above(cumulative, target)
+    before = (cumulative - sums).gather(-1, block)
     inside = weights.gather(1, block[:, :, None].expand(-1, -1, BLOCK))[:, 0].double()
     token = _first_above(before + inside.cumsum(-1), target)
     return (block * BLOCK + token)[:, 0]
@@ -243,12 +243,12 @@ def draw_top_k(logits: torch.Tensor, largest: torch.Tensor, params: DrawParams) 
     return _draw_candidates(top_candidates(logits, width), largest, params)[0]
 
 
-def draw_widening(logits: torch.Tensor, largest: torch.Tensor, params: DrawParams) -> torch.Tensor:
+def draw_top_p(logits: torch.Tensor, largest: torch.Tensor, params: DrawParams) -> torch.Tensor:
     """Draws from the tokens that min_p and then top_p keep, for lines without top_k; ids [L].
     Either all lines have a min_p, or none has. Arguments as for `draw`.
 
     The number of tokens that the filters keep is not known beforehand. A few candidates are tried
-    first. Lines that these don't cover are tried again with eight times as many, up to all tokens.
+    first. Lines that need more are tried again with eight times as many, up to all tokens.
     """
     total = None
     if not params.uses_min_p:
@@ -258,12 +258,12 @@ def draw_widening(logits: torch.Tensor, largest: torch.Tensor, params: DrawParam
     ids, covered = _draw_candidates(top_candidates(logits, width), largest, params, total)
     while width < vocab_size and not covered.all():
         width = min(8 * width, vocab_size)
-        left = (~covered).nonzero()[:, 0]
-        ids[left], covered[left] = _draw_candidates(
-            top_candidates(logits[left], width),
-            largest[left],
-            params[left],
-            None if total is None else total[left],
+        open_lines = (~covered).nonzero()[:, 0]
+        ids[open_lines], covered[open_lines] = _draw_candidates(
+            top_candidates(logits[open_lines], width),
+            largest[open_lines],
+            params[open_lines],
+            None if total is None else total[open_lines],
         )
     return ids
 
@@ -274,8 +274,8 @@ def _draw_candidates(
     params: DrawParams,
     total: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draws from the best tokens, given as by `top_candidates`; ids [L], and whether the candidates
-    include everything that the filters keep.
+    """Draws from `candidates`, the result of `top_candidates`. Returns ids [L], and whether the
+    candidates include all tokens that the filters keep, [L] bool.
 
     `total` [L, 1] is the weight of all tokens, to which top_p refers. None uses the sum of the
     candidates, which is the same if min_p or top_k has removed the last of them.
@@ -284,11 +284,11 @@ def _draw_candidates(
     # [L, K], descending along the line: every filter keeps a prefix.
     weights = draw_weights(values, largest, params).double()
     weights *= torch.arange(weights.shape[-1], device=ids.device) < params.column("top_k")
-    ends = weights.cumsum(-1)
-    needed = params.column("top_p") * (ends[:, -1:] if total is None else total)
-    # Why the negations: a line of NaN must count as covered, or it is sorted for nothing.
-    covered = ~(weights[:, -1] > 0) if total is None else ~(ends[:, -1] < needed[:, 0])
-    weights *= ends - weights < needed
+    cumulative = weights.cumsum(-1)
+    needed = params.column("top_p") * (cumulative[:, -1:] if total is None else total)
+    # Why the negations: a line of NaN must be covered; otherwise it would be sorted for nothing.
+    covered = ~(weights[:, -1] > 0) if total is None else ~(cumulative[:, -1] < needed[:, 0])
+    weights *= cumulative - weights < needed
     kept = weights.cumsum(-1)
     token = _first_above(kept, draw_target(kept[:, -1:], params))
     return ids.gather(-1, token)[:, 0], covered
@@ -312,11 +312,11 @@ def draw_target(total: torch.Tensor, params: DrawParams) -> torch.Tensor:
     return torch.minimum((params.column("uniform") * total).floor(), total - 1)
 
 
-def _first_above(ends: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+def _first_above(cumulative: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """Index [L, 1] of the first running sum above the target. The sum rises there, so the token has
     a weight."""
     # Why the clamp: a line of NaN finds nothing; its index must stay valid until it is discarded.
-    return torch.searchsorted(ends, target, right=True).clamp_(max=ends.shape[-1] - 1)
+    return torch.searchsorted(cumulative, target, right=True).clamp_(max=cumulative.shape[-1] - 1)
 
 
 Drawer = Callable[[torch.Tensor, torch.Tensor, DrawParams], torch.Tensor]
@@ -349,8 +349,8 @@ def sample_lines(
     else:
         chunks = []
         for part in line_chunks(logits, None if lines is None else len(lines)):
-            some = logits[part if lines is None else lines[part]]
-            chunks.append(_draw_chunk(some, params[part], drawer))
+            chunk = logits[part if lines is None else lines[part]]
+            chunks.append(_draw_chunk(chunk, params[part], drawer))
         ids, largest = (torch.cat(parts) for parts in zip(*chunks, strict=True))
     valid = largest.isfinite()
     return torch.where(valid, ids, 0), valid
@@ -359,7 +359,7 @@ def sample_lines(
 def _draw_chunk(
     logits: torch.Tensor, params: DrawParams, drawer: Drawer
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    wide = pad_to_blocks(widen(logits))
+    wide = pad_to_blocks(upcast(logits))
     ids, largest = argmax(wide)
     # Greedy lines divide by a temperature of 0; their draws are discarded.
     drawn = drawer(wide, largest[:, None], params)
@@ -367,7 +367,7 @@ def _draw_chunk(
 
 
 class SamplingKind(enum.Enum):
-    """How a device samples the lines of a batch; see the module."""
+    """How a device samples the lines of a batch; see the module's docstring."""
 
     GREEDY = "greedy"
     DRAWN = "drawn"
@@ -377,8 +377,8 @@ class SamplingKind(enum.Enum):
 def sample_on_device(
     logits: torch.Tensor, params: DrawParams, kind: SamplingKind
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`sample_lines` for lines of one kind, without reading values on the host; top_k is V if
-    off."""
+    """Samples lines of one kind, as `sample_lines`, without reading values on the host. A top_k
+    that is off must be V."""
     if has_kernel(logits.device, logits.dtype):
         from nanoengine.runner.sampling import triton_sampling
 

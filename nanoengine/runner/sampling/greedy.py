@@ -1,7 +1,7 @@
-"""The most likely token of each row, which is all that a plain row needs.
+"""The most likely token of each row: all that a step of plain rows computes from its logits.
 
-Called by the ModelRunner. Everything else (random draws, edited logits, log-probabilities) is in
-step_sampler.py.
+Called by the ModelRunner. Everything else (random draws, logits processors, log-probabilities) is
+in step_sampler.py.
 
 Legend: L lines of logits.
 """
@@ -16,13 +16,13 @@ from nanoengine.models.decoder import CausalLM
 from nanoengine.settings.params import GREEDY_BELOW
 
 MAX_VOCAB_SIZE = 2**19
-"""Largest vocabulary whose token weights, at most `draw.SCALE` each, sum to at most 2**53. Up to
-there float64 represents integers exactly."""
-NO_TOKEN = "no token can be sampled: the logits hold NaN or +inf, or nothing but -inf"
+"""The token weights of a larger vocabulary, at most `draw.SCALE` each, could sum to more than
+2**53, above which float64 does not represent all integers."""
+NO_TOKEN = "no token can be sampled: the logits contain NaN or +inf, or only -inf"
 
 
 def is_plain(sequence: AdmittedSequence) -> bool:
-    """Whether the row is greedy, and its logits are neither edited nor reported."""
+    """Whether the row is greedy, without logits processors and log-probabilities."""
     params = sequence.params
     return params.temperature < GREEDY_BELOW and not (
         sequence.bad_word_ids
@@ -45,15 +45,15 @@ def most_likely_tokens(model: CausalLM, hidden: torch.Tensor) -> torch.Tensor:
     `SampledTokens.packed`."""
     found = model.most_likely(hidden)
     if found is not None:
-        return pack_found(*found)
+        return pack_greedy(*found)
     largest, token_ids = model.logits(hidden).max(-1)  # the lowest of equal ids
     valid = largest.isfinite()
     return torch.stack((token_ids * valid, valid.long()))
 
 
-def pack_found(token_ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-    """Packs greedy tokens found by CPU kernels: token ids [L], and their logits [L]. A token is
-    invalid if its logit is not finite.
+def pack_greedy(token_ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    """`SampledTokens.packed` of greedy tokens that CPU kernels have found: token ids [L] and their
+    logits [L]. A token is invalid if its logit is not finite.
 
     Why numpy: a torch call within a step takes 10 us, however small the tensors are.
     """

@@ -1,15 +1,14 @@
-"""Logits processors: they edit logits before a token is sampled, in the order of
-`standard_processors`.
+"""Logits processors: they change logits before a token is sampled.
 
-The Sampler calls them. For every row it keeps the states of the processors that the row uses. A
-processor consists of two small classes: one shared by all rows, and the state of one row. A
-processor therefore costs nothing in a step where no row uses it.
+Called by the Sampler, in this order. A processor consists of two small classes: one shared by all
+rows, and the state of one row. The Sampler keeps the states of the processors that a row uses, so a
+processor costs nothing in a step where no row uses it.
 
     allowed_token_ids ─ bad_words ─ min_tokens ─ logit_bias ─ penalties ─┐
         ┌────────────────────────────────────────────────────────────────┘
-        └─ the caller's (features/processors.py) ─ grammars (features/structured.py) ─ [a token]
+        └─ custom (features/custom_processors.py) ─ grammars (features/structured.py) ─ a token
 
-A processor is called once per step. An exception ends only the rows of that call.
+A processor is called once per step. An exception ends the rows of that call only.
 
 Legend: L lines of logits, V vocabulary.
 """
@@ -27,7 +26,7 @@ import torch
 from nanoengine.core.plan import AdmittedSequence
 from nanoengine.errors import NanoEngineError
 from nanoengine.runner.transfers import ship
-from nanoengine.settings.checks import described
+from nanoengine.settings.checks import describe_error
 
 logger = logging.getLogger(__name__)
 
@@ -35,8 +34,8 @@ logger = logging.getLogger(__name__)
 class RowState(Protocol):
     """State of one processor for one row.
 
-    Optional members: `forced_tokens() -> list[int]` returns the tokens that must come next;
-    `error: Exception | None` ends only this row if it is set after the processor has run.
+    Optional members: `forced_tokens() -> list[int]` returns the next tokens if no others are
+    allowed; `error: Exception | None` ends only this row if it is set after the processor has run.
     """
 
     def accept(self, token_id: int) -> None:
@@ -64,9 +63,9 @@ class LogitsProcessor(Protocol):
         """
 
     def apply(self, logits: torch.Tensor, lines: Sequence[int], states: Sequence[RowState]) -> None:
-        """Edits `logits[lines]` ([L, V], float32 or float64) in place, with one state per line.
+        """Changes `logits[lines]` ([L, V], float32 or float64) in place, with one state per line.
 
-        The tensor contains the lines that any processor edits; `lines` are indices into it.
+        The tensor contains the lines that any processor changes; `lines` are indices into it.
         """
 
 
@@ -75,9 +74,10 @@ class ProcessorStates:
     """The states of all processors for one row.
 
     Attributes:
-        processors: all processors; sequence: the row's sequence, as it was admitted.
-        states: the states of the processors that edit this row's logits, by processor index.
-        error: message of an exception that a processor raised for this row, which then ends.
+        processors: all processors, of all rows.
+        sequence: the row's sequence, as it was admitted.
+        states: processor index -> state, for the processors that change this row's logits.
+        error: the message of an exception that a processor raised for this row, which ends it.
     """
 
     processors: Sequence[LogitsProcessor]
@@ -89,65 +89,64 @@ class ProcessorStates:
     def admit(
         cls, processors: Sequence[LogitsProcessor], sequence: AdmittedSequence
     ) -> ProcessorStates | None:
-        """The states of a sequence with all its known tokens accepted; None if nothing edits its
-        logits."""
+        """The states of a sequence with all its known tokens accepted; None if no processor changes
+        its logits."""
         row = cls(processors=processors, sequence=sequence)
-        for place, processor in enumerate(processors):
-            row._guard(place, processor.admit, sequence)
+        for index, processor in enumerate(processors):
+            row._guard(index, processor.admit, sequence)
         return row if row.states or row.error else None
 
     @property
     def only_bans(self) -> bool:
-        """Whether all processors of this row only ban tokens and can express that as bit masks."""
-        ban = all(hasattr(self.processors[place], "masks") for place in self.states)
-        return ban and self.error is None
+        """Whether all processors of this row only ban tokens, and have bit masks of them."""
+        have_masks = all(hasattr(self.processors[index], "masks") for index in self.states)
+        return have_masks and self.error is None
 
     @property
     def may_force(self) -> bool:
-        """Whether one of the states may know what must come next."""
+        """Whether a state may have `forced_tokens`."""
         return any(hasattr(state, "forced_tokens") for state in self.states.values())
 
     def accept(self, token_ids: Iterable[int]) -> None:
         """Updates the states with the row's next tokens."""
         for token_id in token_ids:
-            for place, state in self.states.items():
-                self._guard(place, state.accept, token_id)
+            for index, state in self.states.items():
+                self._guard(index, state.accept, token_id)
 
     def fork(self) -> ProcessorStates:
         """A copy that is independent of this one."""
         copy = ProcessorStates(processors=self.processors, sequence=self.sequence, error=self.error)
-        for place, state in self.states.items():
-            copy._guard(place, state.fork)
+        for index, state in self.states.items():
+            copy._guard(index, state.fork)
         return copy
 
     def forced_tokens(self) -> list[int]:
-        """The tokens that must come next, from the first state that has `forced_tokens`; else
-        []."""
-        for place, state in self.states.items():
+        """The next tokens, if one of the states allows no others; else []."""
+        for index, state in self.states.items():
             if forced := getattr(state, "forced_tokens", None):
                 try:
                     return forced()
                 except Exception as error:
-                    self.fail(place, error)
+                    self.fail(index, error)
         return []
 
-    def _guard(self, place: int, call: Callable[..., RowState | None], *args: object) -> None:
+    def _guard(self, index: int, call: Callable[..., RowState | None], *args: object) -> None:
         """Calls a processor or its state; keeps the returned state, or the exception's message."""
         if self.error is None:
             try:
                 state = call(*args)
             except Exception as error:
-                self.fail(place, error)
+                self.fail(index, error)
             else:
                 if state is not None:
-                    self.states[place] = state
+                    self.states[index] = state
 
-    def fail(self, place: int, error: Exception) -> None:
+    def fail(self, index: int, error: Exception) -> None:
         """Ends the row with the exception that the processor at this index has raised."""
         self.error, where = str(error), error.__cause__
         if not isinstance(error, NanoEngineError):
-            name = type(self.processors[place]).__name__
-            self.error = f"logits processor {name} raised {described(error)}"
+            name = type(self.processors[index]).__name__
+            self.error = f"logits processor {name} raised {describe_error(error)}"
             where = where or error
         logger.warning("sequence %d: %s", self.sequence.seq_id, self.error, exc_info=where)
 
@@ -155,32 +154,32 @@ class ProcessorStates:
 def run_processors(
     processors: Sequence[LogitsProcessor],
     rows: Mapping[int, ProcessorStates],
-    edit: Callable[[Any, list[int], list[Any]], object],
+    call: Callable[[Any, list[int], list[Any]], object],
 ) -> None:
-    """Calls `edit` with each processor in order, the lines that it edits, and their states.
+    """Calls `call` with each processor in order, the lines that it changes, and their states.
 
     An exception ends the rows of that call; later processors skip them.
 
     Args:
-        rows: the edited lines, and the processor states of each.
+        rows: line -> its processor states.
     """
-    for place, processor in enumerate(processors):
-        lines = [i for i, row in rows.items() if place in row.states and row.error is None]
+    for index, processor in enumerate(processors):
+        lines = [i for i, row in rows.items() if index in row.states and row.error is None]
         one_by_one = getattr(processor, "one_by_one", False)
-        for some in [[i] for i in lines] if one_by_one else [lines] if lines else []:
-            states = [rows[i].states[place] for i in some]
+        for group in [[i] for i in lines] if one_by_one else [lines] if lines else []:
+            states = [rows[i].states[index] for i in group]
             try:
-                edit(processor, some, states)
+                call(processor, group, states)
                 errors = [getattr(state, "error", None) for state in states]
             except Exception as error:
-                errors = [error] * len(some)
-            for i, error in zip(some, errors, strict=True):
+                errors = [error] * len(group)
+            for i, error in zip(group, errors, strict=True):
                 if error is not None:
-                    rows[i].fail(place, error)
+                    rows[i].fail(index, error)
 
 
 def standard_processors(eos_token_ids: Sequence[int]) -> tuple[LogitsProcessor, ...]:
-    """The processors that implement SamplingParams, in order (the same as in vLLM's sampler)."""
+    """The processors that implement SamplingParams, in the order of vLLM's sampler."""
     return (AllowedTokens(), BadWords(), MinTokens(eos_token_ids), LogitBias(), Penalties())
 
 
@@ -211,7 +210,7 @@ class LogitBias:
 
 
 class TokenValues:
-    """Token ids with a value each, which stay the same while the row runs."""
+    """Token ids with one value each, constant while the row runs."""
 
     def __init__(self, values: dict[int, float]) -> None:
         self.ids = np.fromiter(values, dtype=np.int64)
@@ -242,7 +241,7 @@ class BadWords(Bans):
 
 
 class BadWordsState:
-    """The banned sequences, and as many of the row's last tokens as the longest of them needs."""
+    """The banned sequences, and the row's last tokens, as many as the longest of them needs."""
 
     def __init__(self, words: tuple[tuple[int, ...], ...], token_ids: Iterable[int]) -> None:
         self.words = words
@@ -284,8 +283,7 @@ class MinTokens(Bans):
 
 @dataclass(eq=False)
 class MinTokensState:
-    """Ids that would end the row, and how many more tokens are needed before they may be
-    sampled."""
+    """The ids that would end the row, and the number of tokens before they may be sampled."""
 
     ids: np.ndarray
     missing: int
@@ -297,7 +295,7 @@ class MinTokensState:
         return MinTokensState(self.ids, self.missing)
 
     def banned(self) -> np.ndarray:
-        """All of them while tokens are missing, then none."""
+        """All ids while tokens are missing, then none."""
         return self.ids if self.missing > 0 else self.ids[:0]
 
 
@@ -305,8 +303,8 @@ class Penalties:
     """repetition, frequency and presence penalties, on the tokens that a row has seen.
 
     Repetition divides positive logits and multiplies negative ones, for tokens of prompt and
-    output. For output tokens, frequency is subtracted per occurrence and presence once. The seen
-    tokens are few, so they are kept in a list and not as counts over the whole vocabulary.
+    output. For output tokens, frequency is subtracted per occurrence and presence once. A row
+    has few distinct tokens, so they are kept in a list, without counts over the whole vocabulary.
 
     Source: Keskar et al., CTRL, section 4.1 (repetition); the OpenAI API (presence, frequency).
     """
@@ -381,7 +379,7 @@ def _indices(
     lines: Sequence[int], ids: Sequence[np.ndarray], device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Pairs (line, token id) as two index tensors, in one copy to the device."""
-    line = np.repeat(np.asarray(lines, dtype=np.int64), [len(of_line) for of_line in ids])
+    line = np.repeat(np.asarray(lines, dtype=np.int64), [len(line_ids) for line_ids in ids])
     (pairs,) = ship(device, np.stack((line, np.concatenate(ids))))
     return pairs[0], pairs[1]
 

@@ -1,16 +1,14 @@
 """Sampler: from logits to tokens, for all rows of a step at once. Called by the StepSampler.
 
     raw logits ─┬─ processors ─┬─ greedy rows: argmax                               (draw.py)
-                │              └─ others: temperature ─ min_p ─ top_k ─ top_p ─ draw
-                └─ log-probabilities, if asked for
+                │              └─ other rows: temperature ─ min_p ─ top_k ─ top_p ─ draw
+                └─ log-probabilities, if requested
 
-Steps of `only_masked` rows skip the Sampler if the model finds their `most_likely` tokens without
-computing all logits.
+If all rows of a step satisfy `needs_only_argmax`, and the model can find their most likely tokens
+without computing all logits, the step skips the Sampler.
 
-It knows rows and sampling parameters, but no scheduler, no model and no text. Rows persist across
-steps: `admit`, `fork` and `release` follow the plan, and `ProcessorStates.accept` passes the
-    tokens that
-became part of the sequence to the processors.
+Rows persist across steps: `admit`, `fork` and `release` follow the plan, and
+`ProcessorStates.accept` passes the tokens that became part of the sequence to the processors.
 
 Legend: L lines of logits, V vocabulary, N top log-probabilities.
 """
@@ -31,12 +29,12 @@ from nanoengine.runner.sampling.draw import (
     SamplingKind,
     draw,
     draw_top_k,
-    draw_widening,
+    draw_top_p,
     mix,
     sample_lines,
     sample_on_device,
     uniforms,
-    widen,
+    upcast,
 )
 from nanoengine.runner.sampling.greedy import NO_TOKEN, check_vocabulary, pack_tokens
 from nanoengine.runner.sampling.logits_processors import (
@@ -51,11 +49,11 @@ from nanoengine.runner.transfers import ship
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FetchedTokens:
-    """The sampled tokens of a step, as plain numbers. Indices count the lines of logits.
+    """The sampled tokens of a step, as Python values. An index is the number of a line of logits.
 
     Attributes:
         token_ids: one per line; 0 for lines in `errors`.
-        logprobs: index -> the sampled token first, then the top ones (which may include it again).
+        logprobs: index -> the sampled token, then the top ones (which may include it again).
         errors: index -> why this line has no valid token.
     """
 
@@ -69,10 +67,10 @@ class SampledTokens:
     """The sampled tokens of a step, still on the device.
 
     Attributes:
-        packed: [2, L] int64, per line the token, 0 if none is valid; and whether it is valid.
-        logprob_lines: the lines that asked for log-probabilities, and how many top ones each.
-        logprobs: [len(logprob_lines), 1 + N, 3], as `token_logprobs` returns them; None if no line
-            asked.
+        packed: [2, L] int64, per line the token, and whether it is valid; else the token is 0.
+        logprob_lines: the lines with log-probabilities, and the number of top ones of each.
+        logprobs: [len(logprob_lines), 1 + N, 3], as `token_logprobs` returns them; None if
+            there are no such lines.
         errors: messages of processors that failed, for some of the invalid lines.
     """
 
@@ -92,8 +90,8 @@ class SampledTokens:
         return [self.packed] if self.logprobs is None else [self.packed, self.logprobs]
 
     def fetch(self, tensors: Sequence[torch.Tensor] | None = None) -> FetchedTokens:
-        """Plain numbers, from `tensors` if they have been copied to the host; None: waits for the
-        device."""
+        """Converts to Python values: `tensors`, if they have been copied to the host, or else the
+        device's, for which it waits."""
         tensors = self.tensors if tensors is None else tensors
         token_ids, valid = tensors[0].tolist()
         logprobs = {}
@@ -101,9 +99,8 @@ class SampledTokens:
             entries = tensors[1].tolist()
             for (line, num_top), found in zip(self.logprob_lines, entries, strict=True):
                 logprobs[line] = to_records(found[: 1 + num_top])
-        errors = {
-            line: self.errors.get(line, NO_TOKEN) for line, holds in enumerate(valid) if not holds
-        }
+        invalid = [line for line, is_valid in enumerate(valid) if not is_valid]
+        errors = {line: self.errors.get(line, NO_TOKEN) for line in invalid}
         return FetchedTokens(token_ids=token_ids, logprobs=logprobs, errors=errors)
 
 
@@ -113,16 +110,16 @@ class Sampler:
     Args:
         vocab_size: V, at most 2**19.
         max_num_seqs: rows are 0 ... max_num_seqs - 1.
-        eos_token_ids: the model's, masked until min_tokens.
-        processors: further ones, run after those for SamplingParams.
+        eos_token_ids: the model's, masked before min_tokens.
+        processors: further logits processors, run after those for SamplingParams.
 
     Attributes:
-        seeds: in the form of `uniforms`.
+        seeds: of each row, as `mix` returns them.
         drawers: how each row's tokens are drawn on a CPU, as an index into DRAWERS.
         params: temperature (0: greedy), top_k (V if off), top_p and min_p of each row.
-        edited: which rows have an entry in `processor_states`.
-        num_logprobs: -1 for rows without log-probabilities.
-        forcing: rows with a processor that may know what must come next.
+        has_processors: which rows have an entry in `processor_states`.
+        num_logprobs: of each row; -1: no log-probabilities.
+        jump_forward_rows: rows with a processor that may have `forced_tokens`.
         changed: rows with new parameters; the decode step empties it.
 
     Raises:
@@ -145,7 +142,7 @@ class Sampler:
         self.has_processors = np.zeros(max_num_seqs, dtype=bool)
         self.num_logprobs = np.full(max_num_seqs, -1)
         self.processor_states: dict[int, ProcessorStates] = {}
-        self.forcing: set[int] = set()
+        self.jump_forward_rows: set[int] = set()
         self.changed: set[int] = set()
 
     def admit(self, sequence: AdmittedSequence) -> None:
@@ -165,26 +162,26 @@ class Sampler:
         self.params[:, row] = temperature, top_k, params.top_p, params.min_p
         self._seed(row, sequence.seed)
         self.num_logprobs[row] = -1 if params.logprobs is None else params.logprobs
-        self._set_edits(row, ProcessorStates.admit(self.processors, sequence))
+        self._set_states(row, ProcessorStates.admit(self.processors, sequence))
 
     def _seed(self, row: int, seed: int) -> None:
         self.seeds[row : row + 1] = mix(np.array([seed], dtype=np.int64))
         self.changed.add(row)
 
-    def _set_edits(self, row: int, processor_states: ProcessorStates | None) -> None:
+    def _set_states(self, row: int, processor_states: ProcessorStates | None) -> None:
         self.has_processors[row] = processor_states is not None
         self.processor_states.pop(row, None)
-        self.forcing.discard(row)
+        self.jump_forward_rows.discard(row)
         if processor_states is not None:
             self.processor_states[row] = processor_states
             if processor_states.may_force:
-                self.forcing.add(row)
+                self.jump_forward_rows.add(row)
 
     def rewrite(self, row: int, token_ids: np.ndarray) -> None:
-        """Replaces the row's tokens after another token was chosen instead of the sampled one."""
+        """Replaces the row's tokens, because the sampled one was replaced by another."""
         if self.has_processors[row]:
             sequence = self.processor_states[row].sequence._replace(token_ids=token_ids.tolist())
-            self._set_edits(row, ProcessorStates.admit(self.processors, sequence))
+            self._set_states(row, ProcessorStates.admit(self.processors, sequence))
 
     def fork(self, fork: Fork) -> None:
         """Makes a row a copy of its parent, with its own seed."""
@@ -192,35 +189,36 @@ class Sampler:
         self.params[:, row] = self.params[:, parent]
         self.drawers[row], self.num_logprobs[row] = self.drawers[parent], self.num_logprobs[parent]
         self._seed(row, fork.seed)
-        self._set_edits(
+        self._set_states(
             row, self.processor_states[parent].fork() if self.has_processors[parent] else None
         )
 
     def release(self, row: int) -> None:
         """Drops the processor states of a row; the next `admit` overwrites its parameters."""
-        self._set_edits(row, None)
+        self._set_states(row, None)
 
     def states_of(self, rows: Sequence[int]) -> dict[int, ProcessorStates]:
         """Processor states that must accept the tokens that these rows are about to sample, by
-        index in `rows`. See `ProcessorStates.accept`.
+        index in `rows`.
 
-        Why not the rows: when the tokens are known, a row may belong to another sequence.
+        Why not by row: when the tokens are known, a row may belong to another sequence.
         """
-        has_processors = np.flatnonzero(self.has_processors[np.asarray(rows, dtype=np.int64)])
-        return {int(i): self.processor_states[rows[i]] for i in has_processors}
+        indices = np.flatnonzero(self.has_processors[np.asarray(rows, dtype=np.int64)])
+        return {int(i): self.processor_states[rows[i]] for i in indices}
 
     def forced_tokens(self, row: int) -> list[int]:
-        """The tokens that a processor forces next on a row, whatever the logits; empty if none is
-        known. They follow the tokens of steps whose result has been requested."""
-        return self.processor_states[row].forced_tokens() if row in self.forcing else []
+        """The next tokens of a row, if a processor allows no others; else []. They follow the
+        tokens of the steps whose result has been requested."""
+        return self.processor_states[row].forced_tokens() if row in self.jump_forward_rows else []
 
-    def looks_at_logits(self, rows: np.ndarray) -> bool:
-        """Whether the logits of these rows are used for more than sampling: processors edit them,
-        or log-probabilities are reported."""
+    def needs_all_logits(self, rows: np.ndarray) -> bool:
+        """Whether the logits of these rows are not only sampled: processors change them, or
+        log-probabilities are reported."""
         return bool(self.has_processors[rows].any() or (self.num_logprobs[rows] >= 0).any())
 
-    def only_masked(self, rows: np.ndarray) -> bool:
-        """Whether these rows need only the largest of the model's logits, after bans at most."""
+    def needs_only_argmax(self, rows: np.ndarray) -> bool:
+        """Whether all these rows are greedy, without log-probabilities, and their logits processors
+        only ban tokens."""
         return (
             not self.drawers[rows].any()
             and not (self.num_logprobs[rows] >= 0).any()
@@ -233,12 +231,11 @@ class Sampler:
     def masks(
         self, rows: np.ndarray, drafts: Mapping[int, Sequence[int]]
     ) -> tuple[np.ndarray, dict[int, str]]:
-        """The allowed tokens of each line, one bit each, [L, ceil(V / 32)] int32; and errors of
-        lines whose processor has failed, for which no token is allowed.
-
-        Args: as for `sample`; the rows are `only_masked`.
+        """The allowed tokens of each line as bits, [L, ceil(V / 32)] int32; and the errors of lines
+        whose processor has failed, which allow no token. Arguments as for `sample`; the rows must
+        satisfy `needs_only_argmax`.
         """
-        processor_states = self._edits(rows, drafts)
+        processor_states = self._line_states(rows, drafts)
         masks = np.full((len(rows), -(-self.vocab_size // 32)), -1, np.int32)
 
         def ban(processor: Any, lines: list[int], states: list[Any]) -> None:
@@ -256,80 +253,80 @@ class Sampler:
         positions: Sequence[int],
         drafts: Mapping[int, Sequence[int]] | None = None,
     ) -> SampledTokens:
-        """Samples one token per line; changes no logits and keeps no state.
+        """Samples one token per line. Doesn't change the logits or the state of a row.
 
         Args:
             logits: [L, V], any float dtype, on any device.
-            rows: the row of each line. A row that verifies drafts has several consecutive lines;
-                the line after k of its drafts is sampled as if these had been accepted.
-            positions: the position that the sampled token would have in its sequence.
+            rows: the row of each line. A row that verifies drafts has several consecutive lines:
+                line k is sampled as if its first k drafts had been accepted.
+            positions: the position of each sampled token in its sequence.
             drafts: row -> its draft tokens.
         """
         rows, positions = np.asarray(rows, dtype=np.int64), np.asarray(positions, dtype=np.int64)
-        processor_states = self._edits(rows, drafts or {})
-        has_processors = self._edit(logits, processor_states) if processor_states else logits[:0]
-        token_ids, valid = self._sample_lines(logits, has_processors, rows, positions)
-        asked = self.num_logprobs[rows]
-        reported, logprobs = np.flatnonzero(asked >= 0), None
+        processor_states = self._line_states(rows, drafts or {})
+        processed = self._process(logits, processor_states) if processor_states else logits[:0]
+        token_ids, valid = self._sample_lines(logits, processed, rows, positions)
+        num_top = self.num_logprobs[rows]
+        reported, logprobs = np.flatnonzero(num_top >= 0), None
         if len(reported):
             (index,) = ship(logits.device, reported)
-            logprobs = token_logprobs(logits[index], token_ids[index], int(asked.max()))
+            logprobs = token_logprobs(logits[index], token_ids[index], int(num_top.max()))
         return SampledTokens(
             packed=pack_tokens(token_ids, valid),
-            logprob_lines=[(int(line), int(asked[line])) for line in reported],
+            logprob_lines=[(int(line), int(num_top[line])) for line in reported],
             logprobs=logprobs,
             errors=_errors(processor_states),
         )
 
-    def _edit(
+    def _process(
         self, logits: torch.Tensor, processor_states: Mapping[int, ProcessorStates]
     ) -> torch.Tensor:
-        """The edited lines only, [E, V], after the processors; all -inf for lines whose processor
-        failed. Why only these: copying the others would be wasted."""
+        """Runs the processors on copies of the lines that have any; returns these lines, [E, V]. A
+        line whose processor fails becomes -inf."""
         (index,) = ship(logits.device, np.fromiter(processor_states, dtype=np.int64))
-        work, states = widen(logits[index]), dict(enumerate(processor_states.values()))
+        copy, states = upcast(logits[index]), dict(enumerate(processor_states.values()))
         run_processors(
-            self.processors, states, lambda one, lines, states: one.apply(work, lines, states)
+            self.processors, states, lambda one, lines, states: one.apply(copy, lines, states)
         )
         for line in _errors(states):
-            work[line] = -torch.inf
-        return work
+            copy[line] = -torch.inf
+        return copy
 
     def _sample_lines(
         self,
         logits: torch.Tensor,
-        has_processors: torch.Tensor,
+        processed: torch.Tensor,
         rows: np.ndarray,
         positions: np.ndarray,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Samples one token per line: ids [L] int64, and whether each is valid, [L] bool.
 
         Args:
-            edited: [E, V], replaces the logits of the edited rows.
+            processed: [E, V], replaces the logits of the rows with processors.
         """
-        device, is_edited = logits.device, self.has_processors[rows]
+        device, is_processed = logits.device, self.has_processors[rows]
         if device.type != "cpu":
-            logits = has_processors if is_edited.all() else logits
+            logits = processed if is_processed.all() else logits
             params = self._draw_params(rows, positions, device)
             token_ids, valid = sample_on_device(logits, params, self.kind(rows))
-            if is_edited.any() and logits is not has_processors:
-                lines = np.flatnonzero(is_edited)
+            if is_processed.any() and logits is not processed:
+                lines = np.flatnonzero(is_processed)
                 params = self._draw_params(rows[lines], positions[lines], device)
-                (at,) = ship(device, lines)
-                found = sample_on_device(has_processors, params, self.kind(rows[lines]))
-                token_ids[at], valid[at] = found
+                (index,) = ship(device, lines)
+                sampled = sample_on_device(processed, params, self.kind(rows[lines]))
+                token_ids[index], valid[index] = sampled
             return token_ids, valid
         token_ids = torch.empty(len(rows), dtype=torch.int64)
         valid = torch.empty(len(rows), dtype=torch.bool)
-        place, drawers = np.cumsum(is_edited) - 1, self.drawers[rows]
-        for number, from_edited in set(zip(drawers.tolist(), is_edited.tolist(), strict=True)):
-            lines = np.flatnonzero((drawers == number) & (is_edited == from_edited))
-            source, taken = (has_processors, place[lines]) if from_edited else (logits, lines)
-            index = None if len(lines) == len(source) else torch.from_numpy(taken)
-            params = self._draw_params(rows[lines], positions[lines], device) if number else None
-            found = sample_lines(source, params, DRAWERS[number], index)
-            (at,) = ship(device, lines)
-            token_ids[at], valid[at] = found
+        in_processed, drawers = np.cumsum(is_processed) - 1, self.drawers[rows]
+        for drawer, use in set(zip(drawers.tolist(), is_processed.tolist(), strict=True)):
+            lines = np.flatnonzero((drawers == drawer) & (is_processed == use))
+            source, selected = (processed, in_processed[lines]) if use else (logits, lines)
+            index = None if len(lines) == len(source) else torch.from_numpy(selected)
+            params = self._draw_params(rows[lines], positions[lines], device) if drawer else None
+            sampled = sample_lines(source, params, DRAWERS[drawer], index)
+            (index,) = ship(device, lines)
+            token_ids[index], valid[index] = sampled
         return token_ids, valid
 
     def _draw_params(
@@ -339,15 +336,15 @@ class Sampler:
 
     def kind(self, rows: np.ndarray) -> SamplingKind:
         """How `sample_on_device` samples these rows together."""
-        most = int(self.drawers[rows].max(initial=0))
-        return (SamplingKind.GREEDY, SamplingKind.DRAWN, SamplingKind.FILTERED)[min(most, 2)]
+        kinds = SamplingKind.GREEDY, SamplingKind.DRAWN, SamplingKind.FILTERED
+        return kinds[min(int(self.drawers[rows].max(initial=0)), 2)]
 
-    def _edits(
+    def _line_states(
         self, rows: np.ndarray, drafts: Mapping[int, Sequence[int]]
     ) -> dict[int, ProcessorStates]:
-        """Processor states per line: the row's own, or a fork of it that has accepted the drafts
-        before."""
-        found: dict[int, ProcessorStates] = {}
+        """Processor states per line: the row's own, or a fork that has accepted the drafts before
+        this line."""
+        states: dict[int, ProcessorStates] = {}
         latest: dict[int, tuple[int, ProcessorStates]] = {}  # row -> drafts accepted so far
         for line in np.flatnonzero(self.has_processors[rows]).tolist():
             row = int(rows[line])
@@ -358,11 +355,11 @@ class Sampler:
                 processor_states = processor_states.fork()
                 processor_states.accept(drafts[row][num_before : num_before + 1])
                 latest[row] = num_before + 1, processor_states
-            found[line] = latest[row][1]
-        return found
+            states[line] = latest[row][1]
+        return states
 
 
-DRAWERS: tuple[Drawer | None, ...] = (None, draw, draw_top_k, draw_widening, draw_widening)
+DRAWERS: tuple[Drawer | None, ...] = (None, draw, draw_top_k, draw_top_p, draw_top_p)
 """How lines are drawn on a CPU: None for greedy lines; from all tokens for lines without filters;
 else by the first of the filters top_k, min_p and top_p that is set, since each stops early
 differently."""

@@ -19,9 +19,9 @@ BLOCK = 4096
 """Logits of a line per tile: 16 for each of 256 threads, two 16-byte loads for 16-bit logits. If
 lines filter, 8 for each of 512 threads, which keeps registers at 128."""
 
-WIDTH, ROOM = 64, 128
-"""Number of the likeliest tokens that a filtered line gathers, and the capacity including ties. 64
-covers the usual top_k, and most of what a top_p keeps."""
+NUM_CANDIDATES, CAPACITY = 64, 128
+"""Number of most likely tokens that a filtered line gathers, and the capacity including ties. 64
+covers the usual top_k, and usually the tokens that top_p keeps."""
 
 ZERO_BITS = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}
 """Number of low bits that are zero in every value of the dtype, as float32."""
@@ -42,12 +42,12 @@ def sample_lines(
     assert logits.stride(1) == params.stride(1) == 1, "lines must be contiguous"
     ids = torch.empty(num_lines, dtype=torch.int64, device=logits.device)
     valid = torch.empty(num_lines, dtype=torch.bool, device=logits.device)
-    shape = (num_lines if filters else 0, 2, ROOM)
+    shape = (num_lines if filters else 0, 2, CAPACITY)
     candidates = torch.empty(shape, dtype=torch.int32, device=logits.device)
     of_lines = kernels.SamplingConstants(
         line=logits.stride(0), size=size, block=BLOCK,
         tiles=next_power_of_2(cdiv(size, BLOCK)), stages=4,
-        shift=ZERO_BITS[logits.dtype], width=WIDTH, room=ROOM,
+        shift=ZERO_BITS[logits.dtype], top_n=NUM_CANDIDATES, capacity=CAPACITY,
     )  # fmt: skip
     launch(
         kernels.sample_kernel, (num_lines,),

@@ -1,11 +1,11 @@
-"""In the place of the package flash_attn: its two functions with a paged cache, over other kernels.
+"""Replaces the package flash_attn: its two functions with a paged cache, with other kernels.
 
-Found first on the path by `run_nano_vllm.py`. FLASH_ATTN_SHIM says whose kernels:
+Found first on the path by `run_nano_vllm.py`. FLASH_ATTN_SHIM selects the kernels:
 
-    fa3      FlashAttention-3 as vLLM brings it      (vllm.vllm_flash_attn, Hopper)
-    triton   nanoengine's own                        (nanoengine.attention.triton)
+    fa3      FlashAttention-3 from a vLLM wheel      (vllm.vllm_flash_attn, Hopper)
+    triton   nanoengine's kernels                    (nanoengine.attention.triton)
 
-Only what an engine for inference calls is here: causal attention without dropout, windows or bias.
+It supports only what an inference engine calls: causal attention without dropout, windows or bias.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def flash_attn_with_kvcache(
     softmax_scale: float,
     causal: bool,
 ) -> torch.Tensor:
-    """One query token a sequence, q [S, 1, H, D], over a cache [B, P, K, D]: [S, 1, H, D]."""
+    """One query token per sequence, q [S, 1, H, D], over a cache [B, P, K, D]: [S, 1, H, D]."""
     if not causal or q.shape[1] != 1:
         raise NotImplementedError("the shim decodes one token a sequence, causally")
     out = decode(q[:, 0], k_cache, v_cache, cache_seqlens, block_table, softmax_scale)

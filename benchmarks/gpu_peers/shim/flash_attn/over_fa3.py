@@ -1,4 +1,4 @@
-"""The shim over FlashAttention-3 as the vLLM wheel brings it."""
+"""The shim with FlashAttention-3 from a vLLM wheel."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def decode(
     table: torch.Tensor,
     scale: float,
 ) -> torch.Tensor:
-    """q [S, H, D], one token a sequence."""
+    """q [S, H, D], one token per sequence."""
     starts = torch.arange(len(q) + 1, dtype=torch.int32, device=q.device)
     return flash_attn_varlen_func(
         q, k_cache, v_cache, max_seqlen_q=1, cu_seqlens_q=starts,

@@ -1,4 +1,4 @@
-"""The shim over nanoengine's Triton kernels."""
+"""The shim with nanoengine's Triton kernels."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from nanoengine.attention.batch import Batch
 from nanoengine.attention.triton import TritonBackend
 
 BLOCK = 64
-"""Dense keys are laid out in blocks of so many tokens."""
+"""Block size for dense keys [tokens]."""
 
 
 def prefill(
@@ -25,8 +25,8 @@ def prefill(
     scale: float,
     table: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Over the cache; dense keys and values are first copied into blocks, for there is no kernel
-    that reads them as they are."""
+    """Over the cache; dense keys and values are first copied into blocks, because no kernel reads
+    them directly."""
     lengths = starts_k.diff()
     if table is None:
         k, v, table = to_blocks(k, v, starts_k, longest_k)
@@ -41,7 +41,7 @@ def decode(
     table: torch.Tensor,
     scale: float,
 ) -> torch.Tensor:
-    """q [S, H, D], one token a sequence."""
+    """q [S, H, D], one token per sequence."""
     starts = torch.arange(len(q) + 1, dtype=torch.int32, device=q.device)
     longest = table.shape[1] * k_cache.shape[1]
     return attend(q, k_cache, v_cache, starts, lengths, table, 1, longest, len(q), scale)
@@ -74,7 +74,7 @@ def attend(
     num_decodes: int,
     scale: float,
 ) -> torch.Tensor:
-    """One call of the backend; keys and values are in the caches already."""
+    """One call of the backend; keys and values are already in the caches."""
     none = torch.empty(0, dtype=torch.int64, device=q.device)
     batch = Batch(
         token_ids=torch.empty(len(q), dtype=torch.int64, device=q.device),
@@ -100,5 +100,5 @@ def attend(
 def backend(
     device: torch.device, dtype: torch.dtype, head_dim: int, block_size: int
 ) -> TritonBackend:
-    """One for each shape."""
+    """One backend per shape."""
     return TritonBackend(device=device, dtype=dtype, head_dim=head_dim, block_size=block_size)

@@ -2,7 +2,7 @@
 
     f(output_ids, logits)                         SamplingParams(logits_processors=[f])
     g(prompt_ids, output_ids, logits)             LLM(..., logits_processors=[g]): for all requests
-    admit(sequence), apply(logits, lines, states) LLM(..., logits_processors=[stage])
+    admit(sequence), apply(logits, lines, states) LLM(..., logits_processors=[object])
 
 A function is called for one row at a time, with lists of ids and the row's logits. It keeps no
 state: its result depends only on its arguments, so it is the same after a preemption, after drafts,
@@ -24,7 +24,7 @@ import torch
 from nanoengine.core.plan import AdmittedSequence
 from nanoengine.errors import ConfigError, RequestError
 from nanoengine.runner.sampling.logits_processors import LogitsProcessor
-from nanoengine.settings.checks import described
+from nanoengine.settings.checks import describe_error
 from nanoengine.settings.config import BatchLogitsProcessor
 
 LogitsFunction = Callable[..., torch.Tensor]
@@ -38,54 +38,55 @@ def make_processors(given: Sequence[Any]) -> tuple[LogitsProcessor, ...]:
     """
     for one in given:
         if isinstance(one, type):
-            raise ConfigError(f"logits_processors must be functions or objects, got the {one!r}")
-    stages = [one for one in given if isinstance(one, BatchLogitsProcessor)]
-    return (*stages, Functions([one for one in given if not isinstance(one, BatchLogitsProcessor)]))
+            raise ConfigError(f"logits_processors must be functions or instances, got {one!r}")
+    objects = [one for one in given if isinstance(one, BatchLogitsProcessor)]
+    functions = [one for one in given if not isinstance(one, BatchLogitsProcessor)]
+    return (*objects, FunctionProcessor(functions))
 
 
-class Functions:
+class FunctionProcessor:
     """Applies functions: first the LLM's, then the request's own."""
 
     one_by_one = True  # Why: an exception then ends only the row that raised it.
 
-    def __init__(self, of_all: Sequence[LogitsFunction]) -> None:
-        self.of_all = tuple(of_all)
+    def __init__(self, for_all: Sequence[LogitsFunction]) -> None:
+        self.for_all = tuple(for_all)
 
-    def admit(self, sequence: AdmittedSequence) -> ShownIds | None:
-        functions = (*self.of_all, *(sequence.params.logits_processors or ()))
+    def admit(self, sequence: AdmittedSequence) -> TokenIds | None:
+        functions = (*self.for_all, *(sequence.params.logits_processors or ()))
         if not functions:
             return None
-        return ShownIds.to([(f, takes_prompt(f)) for f in functions], sequence)
+        return TokenIds.of([(f, takes_prompt(f)) for f in functions], sequence)
 
-    def apply(self, logits: torch.Tensor, lines: Sequence[int], states: Sequence[ShownIds]) -> None:
+    def apply(self, logits: torch.Tensor, lines: Sequence[int], states: Sequence[TokenIds]) -> None:
         for line, state in zip(lines, states, strict=True):
             edited = row = logits[line]
-            for function, with_prompt in state.whom:
+            for function, with_prompt in state.used_by:
                 ids = (state.prompt, state.output) if with_prompt else (state.output,)
-                edited = _called(function, *ids, edited)
+                edited = _call_checked(function, *ids, edited)
             if edited is not row:
                 logits[line] = edited
 
 
 @dataclass(eq=False)
-class ShownIds:
-    """The ids of a row, and the functions or parameters `whom` that use them."""
+class TokenIds:
+    """The token ids of a sequence; `used_by` holds the functions or parameters that read them."""
 
-    whom: Any
+    used_by: Any
     prompt: list[int]
     output: list[int]
 
     @classmethod
-    def to(cls, whom: Any, sequence: AdmittedSequence) -> ShownIds:
-        """The ids of a sequence that gets a row."""
+    def of(cls, used_by: Any, sequence: AdmittedSequence) -> TokenIds:
+        """The token ids of a sequence that is being admitted."""
         ids, start = list(sequence.token_ids), sequence.num_prompt_tokens
-        return cls(whom, ids[:start], ids[start:])
+        return cls(used_by, ids[:start], ids[start:])
 
     def accept(self, token_id: int) -> None:
-        """Appends to the list of output ids, which functions may hold."""
+        """Appends to the list of output ids, to which functions may keep a reference."""
         self.output.append(token_id)
 
-    def fork(self) -> ShownIds:
+    def fork(self) -> TokenIds:
         """A copy for another row."""
         return replace(self, output=list(self.output))
 
@@ -95,7 +96,7 @@ def takes_prompt(function: LogitsFunction) -> bool:
     return len(inspect.signature(function).parameters) == 3
 
 
-def _called(function: LogitsFunction, *args: Any) -> torch.Tensor:
+def _call_checked(function: LogitsFunction, *args: Any) -> torch.Tensor:
     """Calls a function with the row's logits as the last argument, and checks the result.
 
     Raises:
@@ -105,7 +106,7 @@ def _called(function: LogitsFunction, *args: Any) -> torch.Tensor:
     try:
         edited = function(*args)
     except Exception as error:
-        raise RequestError(f"logits processor {name} raised {described(error)}") from error
+        raise RequestError(f"logits processor {name} raised {describe_error(error)}") from error
     shape = args[-1].shape
     if not isinstance(edited, torch.Tensor) or edited.shape != shape:
         got = getattr(edited, "shape", None)

@@ -24,7 +24,7 @@ from nanoengine.core.layout import KVGroup, KVLayout
 from nanoengine.core.plan import AdmittedSequence, StepPlan
 from nanoengine.core.sequence import Sequence
 from nanoengine.errors import ConfigError
-from nanoengine.features.drafting import Drafter, DraftProposal
+from nanoengine.features.speculative.drafting import Drafter, DraftProposal
 from nanoengine.runner import kv_cache
 from nanoengine.runner.model_runner import ModelRunner
 from nanoengine.runner.options import RunnerOptions
@@ -39,12 +39,12 @@ class DraftRow:
     Attributes:
         num_computed: number of the row's known tokens that it has computed.
         num_admitted: number of tokens at the row's admission.
-        guessed: drafts that it has computed after the known tokens.
+        cached_drafts: drafts that it has computed after the known tokens.
     """
 
     num_computed: int
     num_admitted: int
-    guessed: tuple[int, ...] = ()
+    cached_drafts: tuple[int, ...] = ()
 
 
 class DraftModelRunner(ModelRunner):
@@ -56,13 +56,13 @@ class DraftModelRunner(ModelRunner):
 
     Attributes:
         draft: the draft model's runner.
-        drafted: what the draft model has computed of each row.
+        draft_rows: what the draft model has computed of each row.
     """
 
     def __init__(self, options: RunnerOptions, *, draft: ModelRunner) -> None:
         super().__init__(options)
         self.draft = draft
-        self.drafted: dict[int, DraftRow] = {}
+        self.draft_rows: dict[int, DraftRow] = {}
 
     def start(self) -> KVLayout:
         """Starts both; the memory plan includes the draft model's weights and blocks.
@@ -73,7 +73,7 @@ class DraftModelRunner(ModelRunner):
         if len(self.groups) > 1 or self.groups[0].sliding_window is not None:
             raise ConfigError(
                 "speculative: a draft model needs a model whose layers all have full attention;"
-                " 'ngram' drafts for any"
+                " use 'ngram'"
             )
         require_same_vocabulary(self, self.draft)
         draft, model = self.draft, self.draft.model_config
@@ -89,94 +89,94 @@ class DraftModelRunner(ModelRunner):
         if model.max_position_embeddings < memory.max_model_len:
             raise ConfigError(
                 f"speculative: the draft model's context of {model.max_position_embeddings} tokens"
-                f" is shorter than max_model_len={memory.max_model_len}: lower that"
+                f" is shorter than max_model_len={memory.max_model_len}: lower max_model_len"
             )
         draft.config = replace(
             draft.config, num_kv_blocks=layout.num_blocks, max_model_len=memory.max_model_len
         )
         draft.start()
-        draft.rows.token_ids = self.rows.token_ids  # Why shared: both use the sampled tokens.
+        draft.input_batch.token_ids = self.input_batch.token_ids  # the same sampled tokens
         self.memory = replace(memory, weight_bytes=self.weight_bytes + draft.weight_bytes)
         return layout
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """Runs a plan, and makes the draft model follow it."""
         step = super().launch(plan)
-        self.draft.rows.pool_positions[:] = -1  # Why: it contains drafts, which may be wrong.
-        self.draft.launch(self._followed(plan))
+        self.draft.input_batch.pool_positions[:] = -1  # drafts may be wrong
+        self.draft.launch(self._plan_for_draft_model(plan))
         return step
 
-    def _followed(self, plan: StepPlan) -> StepPlan:
+    def _plan_for_draft_model(self, plan: StepPlan) -> StepPlan:
         """The plan of the draft model for this plan: prompts, and decodes that fill a block.
 
-        Other decodes wait until drafts are requested, which may never happen. But a full block may
-        be found by other sequences from now on.
+        Other decodes wait until drafts are requested, which may never happen. A full block can't
+        wait, because other sequences may find it in the prefix cache from now on.
         """
-        followed = StepPlan(
+        draft_plan = StepPlan(
             step=plan.step,
             released=plan.released,
-            admitted=[_admitted_for_drafts(new) for new in plan.admitted],
+            admitted=[_for_draft_model(new) for new in plan.admitted],
             forks=plan.forks,
             chosen_tokens=plan.chosen_tokens,
             table_updates=plan.table_updates,
             block_copies=plan.block_copies,
         )
-        drafted = self.drafted
+        draft_rows = self.draft_rows
         for new in plan.admitted:
-            drafted[new.row] = DraftRow(new.num_cached_tokens, len(new.token_ids))
+            draft_rows[new.row] = DraftRow(new.num_cached_tokens, len(new.token_ids))
         starts = dict(zip(plan.rows, plan.starts, strict=True))
         for fork in plan.forks:
-            parent = drafted[fork.parent_row]
+            parent = draft_rows[fork.parent_row]
             # Why the minimum: the parent's drafts may be after the shared tokens.
             num_shared = min(parent.num_computed, starts.get(fork.row, 0))
-            drafted[fork.row] = DraftRow(num_shared, parent.num_admitted)
+            draft_rows[fork.row] = DraftRow(num_shared, parent.num_admitted)
         for row, start, count in zip(
             plan.rows, plan.starts, plan.num_scheduled_tokens, strict=True
         ):
             end = start + count - len(plan.draft_token_ids.get(row, ()))
-            is_prompt = start < drafted[row].num_admitted
+            is_prompt = start < draft_rows[row].num_admitted
             begin = start if is_prompt else self.count_computed(row, end)
             if count and (is_prompt or end // self.block_size > begin // self.block_size):
-                followed.add(row, begin, end - begin, num_logits=0)
-                drafted[row].num_computed = end
+                draft_plan.add(row, begin, end - begin, num_logits=0)
+                draft_rows[row].num_computed = end
         for fork in plan.forks:  # forks of this step share what it computes
             if fork.row in plan.rows and not plan.num_scheduled_tokens[plan.rows.index(fork.row)]:
-                drafted[fork.row].num_computed = drafted[fork.parent_row].num_computed
-        return followed
+                draft_rows[fork.row].num_computed = draft_rows[fork.parent_row].num_computed
+        return draft_plan
 
     def count_computed(self, row: int, num_known: int) -> int:
         """How many known tokens of a row the draft model has computed, also as drafts."""
-        one, known = self.drafted[row], self.rows.token_ids[row]
-        if one.num_computed < num_known:
-            guessed, one.guessed = one.guessed, ()
-            for token_id in guessed[: num_known - one.num_computed]:
-                if known[one.num_computed] != token_id:
+        draft_row, known = self.draft_rows[row], self.input_batch.token_ids[row]
+        if draft_row.num_computed < num_known:
+            cached_drafts, draft_row.cached_drafts = draft_row.cached_drafts, ()
+            for token_id in cached_drafts[: num_known - draft_row.num_computed]:
+                if known[draft_row.num_computed] != token_id:
                     break
-                one.num_computed += 1
-        return one.num_computed
+                draft_row.num_computed += 1
+        return draft_row.num_computed
 
-    def propose(self, wanted: dict[int, tuple[int, int]]) -> dict[int, tuple[int, ...]]:
+    def propose(self, requested: dict[int, tuple[int, int]]) -> dict[int, tuple[int, ...]]:
         """Drafts of the draft model, whose blocks are already allocated.
 
         Args:
-            wanted: row -> (number of known tokens, number of drafts).
+            requested: row -> (number of known tokens, number of drafts).
         """
         steps: list[tuple[list[int], LaunchedStep]] = []
-        for place in range(max(count for _, count in wanted.values())):
+        for position in range(max(count for _, count in requested.values())):
             plan = StepPlan(step=0)
-            for row, (num_known, count) in wanted.items():
-                if place < count:
-                    end = num_known + place
-                    start = end - 1 if place else min(self.count_computed(row, end), end - 1)
+            for row, (num_known, count) in requested.items():
+                if position < count:
+                    end = num_known + position
+                    start = end - 1 if position else min(self.count_computed(row, end), end - 1)
                     plan.add(row, start, end - start, num_logits=1)
             steps.append((plan.rows, self.draft.launch(plan)))
-        found: dict[int, list[int]] = {row: [] for row in wanted}
+        found: dict[int, list[int]] = {row: [] for row in requested}
         for rows, step in steps:
             for row, tokens in zip(rows, step.result().token_ids, strict=True):
                 found[row] += tokens
-        for row, (num_known, _) in wanted.items():
-            one = self.drafted[row]
-            one.num_computed, one.guessed = num_known, tuple(found[row][:-1])
+        for row, (num_known, _) in requested.items():
+            draft_row = self.draft_rows[row]
+            draft_row.num_computed, draft_row.cached_drafts = num_known, tuple(found[row][:-1])
         return {row: tuple(tokens) for row, tokens in found.items()}
 
     def shutdown(self) -> None:
@@ -185,24 +185,24 @@ class DraftModelRunner(ModelRunner):
         super().shutdown()
 
 
-def _admitted_for_drafts(new: AdmittedSequence) -> AdmittedSequence:
+def _for_draft_model(new: AdmittedSequence) -> AdmittedSequence:
     """The draft model samples with the same filters and random numbers as the target, so that it
-    samples the same token more often; penalties and other edits are applied by the target only."""
+    samples the same token more often; only the target applies penalties and other processors."""
     p = new.params
-    drawn = SamplingParams(
+    filters = SamplingParams(
         temperature=p.temperature, top_k=p.top_k, top_p=p.top_p, min_p=p.min_p, max_tokens=1
     )
-    return new._replace(params=drawn, bad_word_ids=())
+    return new._replace(params=filters, bad_word_ids=())
 
 
 def require_same_vocabulary(target: ModelRunner, draft: ModelRunner) -> None:
     """Raises ConfigError if the models' vocabularies differ, as far as their files show."""
     sizes = target.model_config.vocab_size, draft.model_config.vocab_size
-    words = _vocabulary(target.options.directory), _vocabulary(draft.options.directory)
-    if sizes[0] != sizes[1] or (words[0] and words[1] and words[0] != words[1]):
+    ours, drafts = _vocabulary(target.options.directory), _vocabulary(draft.options.directory)
+    if sizes[0] != sizes[1] or (ours and drafts and ours != drafts):
         raise ConfigError(
             f"speculative: the draft model {draft.config.model!r} has another vocabulary"
-            f" ({sizes[1]:,} tokens) than {target.config.model!r} ({sizes[0]:,} tokens): take a"
+            f" ({sizes[1]:,} tokens) than {target.config.model!r} ({sizes[0]:,} tokens): use a"
             " smaller model of the same family, or 'ngram'"
         )
 
@@ -225,13 +225,13 @@ class DraftModel(Drafter):
     """
 
     priors = (0.6,)
-    always = True  # Why: it follows each plan, whose tokens it must know.
-    only_for = None
+    needs_every_step = True  # Why: it follows each plan, whose tokens it must know.
+    eligible_rows = None
 
     def __init__(self, runner: DraftModelRunner, manager: BlockManager, k: int) -> None:
         self.runner, self.manager, self.k = runner, manager, k
 
-    def look(self, sequences: SequenceOf[Sequence]) -> list[DraftProposal]:
+    def find_candidates(self, sequences: SequenceOf[Sequence]) -> list[DraftProposal]:
         """A draft model can always draft."""
         return [DraftProposal(self.k, 0)] * len(sequences)
 
@@ -239,20 +239,20 @@ class DraftModel(Drafter):
         self, sequences: SequenceOf[Sequence], counts: SequenceOf[int]
     ) -> list[tuple[int, ...]]:
         """Drafts for the sequences that have a row in the runner, and blocks."""
-        wanted = {
+        requested = {
             seq.row: (seq.num_tokens, count)
             for seq, count in zip(sequences, counts, strict=True)
-            if count and self._has_room(seq, count)
+            if count and self._try_allocate(seq, count)
         }
-        drafts = self.runner.propose(wanted) if wanted else {}
+        drafts = self.runner.propose(requested) if requested else {}
         return [drafts.get(seq.row, ()) for seq in sequences]
 
-    def _has_room(self, seq: Sequence, count: int) -> bool:
+    def _try_allocate(self, seq: Sequence, count: int) -> bool:
         """Allocates the blocks that the step with these drafts needs, before its plan."""
-        rows, num_copies = self.runner.draft.rows, len(self.manager.copies)
+        rows, num_copies = self.runner.draft.input_batch, len(self.manager.copies)
         if rows.seq_ids[seq.row] != seq.seq_id:
             return False  # a fork that only the next plan contains
-        if not self.manager.may_append(seq, count + 1) or len(self.manager.copies) > num_copies:
+        if not self.manager.allocate_slots(seq, count + 1) or len(self.manager.copies) > num_copies:
             return False  # Why: copy-on-write runs with the plan, after the drafts
         (table,) = seq.block_tables
         first = max(seq.num_computed_tokens // rows.block_size - 1, 0)

@@ -17,12 +17,12 @@ from __future__ import annotations
 from collections.abc import Sequence as SequenceOf
 
 from nanoengine.core.sequence import Request, Sequence
-from nanoengine.features.drafting import NO_GUESS, Drafter, DraftProposal
+from nanoengine.features.speculative.drafting import NO_PROPOSAL, Drafter, DraftProposal
 from nanoengine.settings.speculative import NgramDrafts
 
 TOKEN_BITS = 20
 """Bits per token id in a key: the sampler supports vocabularies up to 2**19."""
-MOST_COMPARED = 16
+MAX_COMPARED = 16
 """Maximum number of tokens that are compared to determine the length of a match."""
 MAX_TOKENS = 2**20
 """Maximum number of tokens in all indices: about 0.3 GB with three lengths of n-grams."""
@@ -81,7 +81,7 @@ class NgramDrafter(Drafter):
             drafts until others have ended.
     """
 
-    only_for = None
+    eligible_rows = None
     priors = (0.1, 0.3, 0.55, 0.75, 0.9)
     """Initial acceptance, by kind: matches of 1, 2, 4, 8, 16 or more tokens."""
 
@@ -92,18 +92,18 @@ class NgramDrafter(Drafter):
         self._prompts: dict[Request, NgramIndex] = {}
         self._outputs: dict[Sequence, NgramIndex] = {}
 
-    def look(self, sequences: SequenceOf[Sequence]) -> list[DraftProposal]:
+    def find_candidates(self, sequences: SequenceOf[Sequence]) -> list[DraftProposal]:
         """Looks up each sequence's last tokens in its earlier tokens."""
-        return [self._look(seq) for seq in sequences]
+        return [self._find_candidates(seq) for seq in sequences]
 
-    def _look(self, seq: Sequence) -> DraftProposal:
+    def _find_candidates(self, seq: Sequence) -> DraftProposal:
         index = self._outputs.get(seq) or self._make_index(seq)
         if index is None:
-            return NO_GUESS
+            return NO_PROPOSAL
         self.num_tokens += index.extend(seq.token_ids)
         found = index.find()
         if found is None:
-            return NO_GUESS
+            return NO_PROPOSAL
         length, position = found
         if length == self.options.max:
             length = match_length(seq.token_ids, position, length)
@@ -113,7 +113,7 @@ class NgramDrafter(Drafter):
     def _make_index(self, seq: Sequence) -> NgramIndex | None:
         """A sequence's index on top of its prompt's index; None if the limit is reached."""
         if self.num_tokens + len(seq.token_ids) > self.max_tokens:
-            self.forget_ended()
+            self.drop_finished()
             if self.num_tokens + len(seq.token_ids) > self.max_tokens:
                 return None
         prompt = self._prompts.get(seq.request)
@@ -123,7 +123,7 @@ class NgramDrafter(Drafter):
         index = self._outputs[seq] = NgramIndex(self.options.min, self.options.max, prompt)
         return index
 
-    def forget_ended(self) -> None:
+    def drop_finished(self) -> None:
         """Frees the indices of sequences that have ended."""
         live = {seq: index for seq, index in self._outputs.items() if not seq.is_finished}
         requests = {seq.request for seq in live}
@@ -140,8 +140,8 @@ def match_length(token_ids: SequenceOf[int], position: int, length: int) -> int:
     3
     """
     end = len(token_ids)
-    most = min(position, MOST_COMPARED)
-    while length < most and token_ids[position - 1 - length] == token_ids[end - 1 - length]:
+    max_length = min(position, MAX_COMPARED)
+    while length < max_length and token_ids[position - 1 - length] == token_ids[end - 1 - length]:
         length += 1
     return length
 

@@ -23,7 +23,7 @@ def num_computed(prompts: list[list[int]], loop, **options) -> int:
 @pytest.mark.parametrize("loop", [run, run_late])
 @pytest.mark.parametrize("windows", [(None,), (9,), (None, 9)])
 @pytest.mark.parametrize("count", [2, 3, 4])
-def test_the_work_is_shared_block_by_block(windows, count, loop):
+def test_equal_prompts_compute_each_block_once(windows, count, loop):
     options = {"windows": windows, "long_prefill_threshold": 8}
     once = num_computed([PROMPT], loop, **options)
     assert once == 66
@@ -32,18 +32,18 @@ def test_the_work_is_shared_block_by_block(windows, count, loop):
 
 
 @pytest.mark.parametrize("threshold", [3, 6, 10])
-def test_chunks_that_end_inside_a_block_share_what_is_full(threshold):
+def test_chunks_that_end_inside_a_block_share_full_blocks(threshold):
     together = num_computed([PROMPT] * 2, run, long_prefill_threshold=threshold)
     assert together < 2 * 66 - 4
 
 
-def test_where_the_prompts_part_each_goes_on_alone():
+def test_prompts_share_blocks_until_they_differ():
     other = [*PROMPT[:32], *[1] * 34]
     assert num_computed([PROMPT, other], run, long_prefill_threshold=8) == 66 + 34
 
 
-def test_who_was_admitted_before_the_other_was_known_catches_up():
-    """The later one leads: it hits the first one's blocks and gets more of the budget."""
+def test_an_earlier_prompt_reuses_blocks_of_a_later_one():
+    """The later prompt hits the blocks of the first one, and gets more of the budget."""
     params = SamplingParams(max_tokens=1, ignore_eos=True)
     engine = make_engine(257, 4, max_num_batched_tokens=20, long_prefill_threshold=4)
     engine.add_request("first", PROMPT, params)
@@ -52,7 +52,7 @@ def test_who_was_admitted_before_the_other_was_known_catches_up():
     run(engine)
     assert engine.executor.num_computed_tokens == 66 + 2
     stats = engine.stats()
-    assert stats.cache_hit_tokens == 66 - 2, "what was found late counts as found"
+    assert stats.cache_hit_tokens == 66 - 2, "tokens found after admission count as found"
 
 
 def test_prompt_logprobs_compute_every_position():

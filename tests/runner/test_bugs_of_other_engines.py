@@ -1,5 +1,5 @@
-"""Bugs of similar engines that concern several parts here. The others are tested next to the part
-that could have them, under names that begin with `test_peer_bug_`."""
+"""Bugs that other engines have had, if they concern several packages. Others are tested with their
+package."""
 
 from pathlib import Path
 
@@ -24,14 +24,14 @@ from tests.support.checkpoints import make_checkpoint
 from tests.support.engines import checkpoint, greedy, make_engine, random_prompts, run, tokens
 
 
-def test_peer_bug_03_every_batch_size_is_covered_by_a_graph():
+def test_every_batch_size_is_covered_by_a_graph():
     for max_num_seqs in range(1, 513):
         sizes = capture_sizes(max_num_seqs)
         assert sizes == sorted(set(sizes))
         assert sizes[-1] == max_num_seqs, "a full batch must fit the largest graph"
 
 
-def test_peer_bug_19_the_memory_profile_runs_the_largest_step_with_logits(monkeypatch):
+def test_the_memory_profile_runs_the_largest_step_with_logits(monkeypatch):
     directory = checkpoint("qwen3")
     config = EngineConfig(model=directory, max_num_seqs=24, max_num_batched_tokens=700)
     cpu = torch.device("cpu")
@@ -49,7 +49,7 @@ def test_peer_bug_19_the_memory_profile_runs_the_largest_step_with_logits(monkey
     forward = runner.model.forward
     monkeypatch.setattr(runner.model, "forward", lambda b: seen.append(b.num_tokens) or forward(b))
     with torch.inference_mode():
-        for batch in largest_batches(runner._longest_rows(), 700):
+        for batch in largest_batches(runner._longest_batch(), 700):
             batch.attention = runner.backend.prepare(batch)
             profile_run.run(runner.model, batch, 24)
     sampled = (24, 256, SamplingKind.FILTERED)
@@ -61,7 +61,7 @@ class _Fetched:
         return self
 
 
-def test_peer_bug_22_two_engines_live_in_one_process():
+def test_two_engines_can_run_in_one_process():
     prompts = random_prompts(3, [5, 20])
     first, second = make_engine(checkpoint("qwen3")), make_engine(checkpoint("llama"))
     expected = [tokens(run(engine, prompts, greedy(8))) for engine in (first, second)]
@@ -78,7 +78,7 @@ def test_peer_bug_22_two_engines_live_in_one_process():
 
 
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16])
-def test_peer_bug_24_checkpoints_of_every_dtype_load(stored, tmp_path):
+def test_checkpoints_of_every_dtype_load(stored, tmp_path):
     make_checkpoint(tmp_path, "qwen3", dtype=stored)
     engine = build_engine(EngineConfig(model=str(tmp_path), kv_cache_gib=0.01, device="cpu"))
     rounds = stored == torch.bfloat16 and CURRENT.bf16_dots != "generic"
@@ -86,7 +86,7 @@ def test_peer_bug_24_checkpoints_of_every_dtype_load(stored, tmp_path):
     assert len(tokens(run(engine, random_prompts(1, [5]), greedy(4)))[0][0]) == 4
 
 
-def test_peer_bug_27_a_step_ships_in_one_transfer_that_does_not_block(monkeypatch):
+def test_the_inputs_of_a_step_are_one_nonblocking_transfer(monkeypatch):
     """Uses a device other than a CPU: torch's meta device."""
     allocated = []
     empty = torch.empty
@@ -108,14 +108,14 @@ def test_peer_bug_27_a_step_ships_in_one_transfer_that_does_not_block(monkeypatc
     assert allocated.count(True) == 3
 
 
-def test_a_backend_says_what_it_can_do():
+def test_an_unsupported_backend_names_an_alternative():
     with pytest.raises(ConfigError, match="naive"):
         make_backend(
             "cpu", device=torch.device("cpu"), dtype=torch.float16, head_dim=64, block_size=16
         )
 
 
-def test_a_start_reports_what_auto_chose_and_the_memory_plan(caplog):
+def test_the_start_logs_the_selected_backend_and_the_memory_plan(caplog):
     with caplog.at_level("INFO", logger="nanoengine"):
         make_engine(checkpoint("qwen3"), attention_backend="auto", device="cpu")
     assert "float64 on cpu, attention cpu" in caplog.text

@@ -1,4 +1,4 @@
-"""Shutdown of ranks: with their engine, with their parent, and all ranks when one fails."""
+"""Ranks end with their engine, with their parent, and all together when one fails."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from nanoengine.build import build_engine
 from nanoengine.engine import LLMEngine
 from nanoengine.errors import ConfigError, EngineDeadError, WeightLoadError
 from nanoengine.ranks import executor
-from nanoengine.ranks.executor import why_dead
+from nanoengine.ranks.executor import find_end_error
 from nanoengine.ranks.rank import Failure
 from nanoengine.settings.config import EngineConfig
 from tests.support.engines import checkpoint, greedy, make_engine, random_prompts, run, tokens
@@ -39,7 +39,7 @@ pytestmark = pytest.mark.guards(
 
 ROOT = Path(__file__).parents[2]
 PATIENCE_S = 60
-"""Timeout [s]. An end takes about a second; a busy machine must not fail a test."""
+"""Timeout [s]. Ranks end within about a second; a busy machine must not fail a test."""
 
 
 def make_ranks(**options: object) -> LLMEngine:
@@ -54,14 +54,14 @@ def processes_of(engine: LLMEngine) -> list[psutil.Process]:
     return found
 
 
-def require_gone(processes: list[psutil.Process]) -> None:
+def require_exited(processes: list[psutil.Process]) -> None:
     _, alive = psutil.wait_procs(processes, timeout=PATIENCE_S)
     assert not alive
 
 
 @contextlib.contextmanager
-def soon(action: Callable[[], object], after_s: float) -> Iterator[None]:
-    """Runs `action` in a thread while the block runs."""
+def run_soon(action: Callable[[], object], after_s: float) -> Iterator[None]:
+    """Runs `action` in a thread after a delay, while the block runs."""
     timer = threading.Timer(after_s, action)
     timer.start()
     try:
@@ -71,8 +71,8 @@ def soon(action: Callable[[], object], after_s: float) -> Iterator[None]:
         timer.join()
 
 
-def run_on(engine: LLMEngine) -> None:
-    """Runs steps until an exception ends it, which must happen."""
+def run_until_it_raises(engine: LLMEngine) -> None:
+    """Runs steps until one raises an exception, which must happen."""
     until = time.monotonic() + PATIENCE_S
     while time.monotonic() < until:
         run(engine, random_prompts(4, [5]), greedy(40))
@@ -89,35 +89,35 @@ def ctrl_c_fixture() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("ctrl_c")
-def test_an_interrupt_ends_requests_and_no_rank() -> None:
-    """At any moment, Ctrl-C lets the ranks finish their step, and they serve the next requests."""
+def test_an_interrupt_ends_requests_but_no_rank() -> None:
+    """After Ctrl-C at any time, the ranks finish their step, and run the next requests."""
     engine = make_ranks()
     work = random_prompts(3, [5, 20]), greedy(12)
     expected = tokens(run(engine, *work))
     processes = processes_of(engine)
     for turn in range(6):
-        interrupt = soon(lambda: os.kill(os.getpid(), signal.SIGINT), 0.01 + 0.006 * turn)
+        interrupt = run_soon(lambda: os.kill(os.getpid(), signal.SIGINT), 0.01 + 0.006 * turn)
         with pytest.raises(KeyboardInterrupt), interrupt:
-            run_on(engine)
+            run_until_it_raises(engine)
         engine.abort_all()
         assert tokens(run(engine, *work)) == expected
     assert processes_of(engine) == processes
     engine.close()
     engine.close()
-    require_gone(processes)
+    require_exited(processes)
     with pytest.raises(EngineDeadError, match="closed"):
         engine.step()
 
 
-def test_a_rank_that_raises_ends_all_with_its_traceback() -> None:
+def test_an_exception_in_a_rank_ends_all_with_its_traceback() -> None:
     engine = make_ranks(overlap=True)
     processes = processes_of(engine)
     run(engine, random_prompts(2, [5]), greedy(3))
     second = engine.executor._ranks.workers[1].pipe
-    told = pytest.raises(EngineDeadError, match=r"(?s)rank 1 .*Traceback.*UnpicklingError")
-    with told, soon(lambda: second.send_bytes(b"no plan"), 0.1):
-        run_on(engine)
-    require_gone(processes)
+    raises_error = pytest.raises(EngineDeadError, match=r"(?s)rank 1 .*Traceback.*UnpicklingError")
+    with raises_error, run_soon(lambda: second.send_bytes(b"no plan"), 0.1):
+        run_until_it_raises(engine)
+    require_exited(processes)
     with pytest.raises(EngineDeadError, match="rank 1"):
         run(engine, random_prompts(1, [5]), greedy(3))
     engine.close()
@@ -128,43 +128,43 @@ def test_a_killed_rank_ends_all(rank: int) -> None:
     engine = make_ranks()
     processes = processes_of(engine)
     run(engine, random_prompts(2, [5]), greedy(3))
-    told = pytest.raises(EngineDeadError, match=f"rank {rank} was killed by SIGKILL")
-    with told, soon(processes[rank].kill, 0.1):
-        run_on(engine)
-    require_gone(processes)
+    raises_error = pytest.raises(EngineDeadError, match=f"rank {rank} was killed by SIGKILL")
+    with raises_error, run_soon(processes[rank].kill, 0.1):
+        run_until_it_raises(engine)
+    require_exited(processes)
 
 
-def test_ranks_that_wait_for_a_stopped_one_end_with_where_each_is(
+def test_hanging_ranks_are_ended_with_their_positions(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     engine = make_ranks()
     processes = processes_of(engine)
-    monkeypatch.setattr(executor, "LOOK_S", 0.1)
-    monkeypatch.setattr(executor, "QUIET_S", 3.0)
+    monkeypatch.setattr(executor, "POLL_S", 0.1)
+    monkeypatch.setattr(executor, "HANG_TIMEOUT_S", 3.0)
     processes[1].suspend()
     at = r"step \d+, collective \d+ \(.*\)"
     with pytest.raises(EngineDeadError, match=f"for 3 s: rank 0 was at {at}; rank 1 was at {at}"):
-        run_on(engine)
-    require_gone(processes)
-    with pytest.raises(EngineDeadError, match="no rank has got on"):
+        run_until_it_raises(engine)
+    require_exited(processes)
+    with pytest.raises(EngineDeadError, match="no rank has advanced"):
         run(engine, random_prompts(1, [5]), greedy(3))
 
 
-def test_a_rank_that_has_missed_a_plan_ends_all_at_the_next_message(
+def test_a_rank_that_missed_a_plan_ends_all_at_the_next_message(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Otherwise the ranks would add up values of different steps."""
+    """Otherwise the ranks would sum values of different steps."""
     engine = make_ranks()
     processes = processes_of(engine)
     pipe = engine.executor._ranks.workers[1].pipe
     send, lost = pipe.send, []
     monkeypatch.setattr(pipe, "send", lambda order: send(order) if lost else lost.append(order))
     with pytest.raises(EngineDeadError, match=r"(?s)rank 1 has failed.*message 1 was lost"):
-        run_on(engine)
-    require_gone(processes)
+        run_until_it_raises(engine)
+    require_exited(processes)
 
 
-def test_an_interrupt_between_any_two_instructions_leaves_ranks_in_step(
+def test_an_interrupt_at_any_instruction_keeps_ranks_synchronized(
     thread_ranks: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = make_ranks()
@@ -201,12 +201,12 @@ def test_an_interrupt_between_any_two_instructions_leaves_ranks_in_step(
     engine.close()
 
 
-def test_a_dropped_engine_ends_its_ranks() -> None:
+def test_a_garbage_collected_engine_ends_its_ranks() -> None:
     engine = make_ranks()
     processes = processes_of(engine)
     del engine
     gc.collect()
-    require_gone(processes)
+    require_exited(processes)
 
 
 SCRIPT = """
@@ -214,9 +214,9 @@ import os, sys
 from nanoengine import LLM, SamplingParams
 llm = LLM({model!r}, skip_tokenizer_init=True, device="cpu",
           tensor_parallel_size=2, num_kv_blocks=40)
-if len(sys.argv) > 1:  # a process that holds all pipes open, and lives on
+if len(sys.argv) > 1:  # a process that keeps all pipes open, and continues
     if os.fork() == 0:
-        sys.exit()  # which ends nothing but itself
+        sys.exit()  # ends only this process
     os.wait()
     if os.fork() == 0:
         import time
@@ -249,14 +249,14 @@ def test_no_rank_outlives_a_killed_parent(forks: bool, tmp_path: Path) -> None:
         ranks[1].suspend()
     parent.kill()
     parent.wait()
-    require_gone(ranks)
+    require_exited(ranks)
     for child in children:
         with contextlib.suppress(psutil.NoSuchProcess):
             child.kill()
     parent.stdout.close()
 
 
-def test_a_rank_that_cant_start_says_why() -> None:
+def test_a_rank_that_cannot_start_raises_its_error() -> None:
     before = psutil.Process().children()
     with pytest.raises(ConfigError, match="max_model_len=512 does not fit the KV cache"):
         make_ranks(num_kv_blocks=None, kv_cache_gib=1e-4, max_model_len=512)
@@ -271,11 +271,11 @@ def test_a_rank_that_cant_start_says_why() -> None:
     [
         ({"tensor_parallel_size": 0}, "tensor_parallel_size must be at least 1, got 0"),
         ({"tensor_parallel_size": 3}, "tensor_parallel_size=3 must divide num_attention_heads=4"),
-        ({"kv_tiers": [HostTier(gib=0.01)]}, "tensor_parallel_size=2 does not go with kv_tiers"),
-        ({"deterministic": True}, "does not go with deterministic=True"),
-        ({"quantization": "int8"}, "does not go with int8 activations"),
-        ({"quantization": "int4"}, "does not go with int8 activations"),
-        ({"quantization": "int8_weight_only"}, "int8 weights made while loading.*int4_weight_only"),
+        ({"kv_tiers": [HostTier(gib=0.01)]}, "tensor_parallel_size=2 is not supported with kv_"),
+        ({"deterministic": True}, "is not supported with deterministic=True"),
+        ({"quantization": "int8"}, "is not supported with int8 activations"),
+        ({"quantization": "int4"}, "is not supported with int8 activations"),
+        ({"quantization": "int8_weight_only"}, "int8 weights quantized while.*int4_weight_only"),
         (
             {"quantization": "int4_weight_only"},
             "groups of 256 inputs where .*head_dim=64: a rank's",
@@ -283,7 +283,7 @@ def test_a_rank_that_cant_start_says_why() -> None:
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
-def test_what_does_not_go_with_ranks_is_refused_before_any_starts(
+def test_unsupported_options_raise_before_a_rank_starts(
     options: dict[str, object], why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(subprocess, "Popen", None)
@@ -297,11 +297,11 @@ def test_what_does_not_go_with_ranks_is_refused_before_any_starts(
 @pytest.mark.parametrize(
     ("device", "found", "why"),
     [
-        ("cuda", 1, "fewer GPUs than ranks: torch finds 1"),
-        ("cuda:1", 2, "device='cuda:1': each rank takes a GPU of its own"),
+        ("cuda", 1, "is not supported with too few GPUs: torch finds 1"),
+        ("cuda:1", 2, "device='cuda:1': each rank needs its own GPU"),
     ],
 )
-def test_what_ranks_on_gpus_need(
+def test_ranks_on_gpus_need_their_own_gpus(
     device: str, found: int, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -315,22 +315,27 @@ def test_what_ranks_on_gpus_need(
 # --- which of several causes is reported ----------------------------------------------------------
 
 
-def failure(rank: int, time: float, refusal: Exception | None = None) -> Failure:
-    return Failure(rank=rank, time=time, text=f"traceback of {rank}", refusal=refusal)
+def failure(rank: int, time: float, start_error: Exception | None = None) -> Failure:
+    return Failure(rank=rank, time=time, text=f"traceback of {rank}", start_error=start_error)
 
 
-def test_the_first_failure_is_told() -> None:
-    found = why_dead({0: "exited with 1", 1: "exited with 1"}, [failure(0, 2.0), failure(1, 1.0)])
+def test_the_first_failure_is_reported() -> None:
+    found = find_end_error(
+        {0: "exited with 1", 1: "exited with 1"}, [failure(0, 2.0), failure(1, 1.0)]
+    )
     assert isinstance(found, EngineDeadError)
     assert "rank 1 has failed:\ntraceback of 1" in str(found)
 
 
-def test_a_killed_rank_is_told_rather_than_what_its_neighbour_saw() -> None:
+def test_a_killed_rank_is_reported_before_failures_of_others() -> None:
     ends = {0: "exited with 1", 1: "was killed by SIGSEGV"}
-    assert "rank 1 was killed by SIGSEGV" in str(why_dead(ends, [failure(0, 2.0)]))
-    assert "rank 0 exited with 1" in str(why_dead(ends, []))
+    assert "rank 1 was killed by SIGSEGV" in str(find_end_error(ends, [failure(0, 2.0)]))
+    assert "rank 0 exited with 1" in str(find_end_error(ends, []))
 
 
-def test_a_refusal_is_told_as_it_is() -> None:
-    refusal = WeightLoadError("missing")
-    assert why_dead({0: "exited with 1"}, [failure(1, 2.0), failure(0, 1.0, refusal)]) is refusal
+def test_an_error_of_the_start_is_raised_unchanged() -> None:
+    start_error = WeightLoadError("missing")
+    assert (
+        find_end_error({0: "exited with 1"}, [failure(1, 2.0), failure(0, 1.0, start_error)])
+        is start_error
+    )

@@ -16,18 +16,18 @@ from nanoengine.checkpoint.find import resolve_model
 from nanoengine.checkpoint.quantization import resolve_quantization
 from nanoengine.core.block_manager import BlockManager
 from nanoengine.errors import ConfigError
-from nanoengine.features.draft_model import DraftModel, DraftModelRunner
-from nanoengine.features.drafting import Drafter, Drafting
-from nanoengine.features.grammar_drafts import GrammarDrafter
-from nanoengine.features.ngram import NgramDrafter
+from nanoengine.features.speculative.draft_model import DraftModel, DraftModelRunner
+from nanoengine.features.speculative.drafting import Drafter, Drafting
+from nanoengine.features.speculative.grammar_drafts import GrammarDrafter
+from nanoengine.features.speculative.ngram import NgramDrafter
 from nanoengine.runner.model_runner import ModelRunner
 from nanoengine.runner.options import RunnerOptions
 from nanoengine.settings.config import EngineConfig
 from nanoengine.settings.speculative import ModelDrafts, NgramDrafts, parse_speculative
 
 
-def drafted_executor(options: RunnerOptions, executor: Any) -> Callable[[RunnerOptions], Any]:
-    """The class of the runner if `speculative` is set: `executor`, or one with a draft model."""
+def speculative_executor(options: RunnerOptions, executor: Any) -> Callable[[RunnerOptions], Any]:
+    """The runner's class if `speculative` is set: `executor`, or a runner with a draft model."""
     drafts = parse_speculative(options.config.speculative)
     _require_no_states(options.model_config, "be verified")
     if not isinstance(drafts, ModelDrafts):
@@ -37,10 +37,10 @@ def drafted_executor(options: RunnerOptions, executor: Any) -> Callable[[RunnerO
 
 def _make_draft_runner(drafts: ModelDrafts, options: RunnerOptions) -> ModelRunner:
     """The draft model's runner, not started: the engine's settings with its own checkpoint."""
-    own = {"kv_cache_gib": None, "memory_fraction": None, "num_kv_blocks": None}
-    own |= {"speculative": None, "max_model_len": None}
+    overrides = {"kv_cache_gib": None, "memory_fraction": None, "num_kv_blocks": None}
+    overrides |= {"speculative": None, "max_model_len": None}
     # Why eager: its steps are not plain decodes.
-    config = replace(options.config, model=drafts.model, enforce_eager=True, **own)
+    config = replace(options.config, model=drafts.model, enforce_eager=True, **overrides)
     try:
         directory = resolve_model(config)
     except ConfigError as error:
@@ -53,15 +53,15 @@ def _make_draft_runner(drafts: ModelDrafts, options: RunnerOptions) -> ModelRunn
         model_config.quantization,
         device=options.device.type,
     )
-    found = {"model_config": model_config, "directory": directory, "quantization": quantization}
-    return ModelRunner(replace(options, config=config, processors=tuple, **found))
+    resolved = {"model_config": model_config, "directory": directory, "quantization": quantization}
+    return ModelRunner(replace(options, config=config, processors=tuple, **resolved))
 
 
 def _require_no_states(model_config: ModelConfig, what: str) -> None:
     if model_config.states is not None:
         raise ConfigError(
-            f"speculative: drafts can't {what} by {model_config.architecture}, whose layers keep"
-            " states: a state can't step back from a wrong token"
+            f"speculative: drafts can't {what} by {model_config.architecture}, because its"
+            " recurrent states can't be rolled back after a rejected token"
         )
 
 
@@ -79,7 +79,7 @@ def make_drafting(
     elif isinstance(runner, DraftModelRunner):
         drafter = DraftModel(runner, manager, drafts.k)
     if isinstance(runner, ModelRunner):  # with ranks, grammars are only in the ranks
-        drafter = GrammarDrafter(runner.need_step_sampler().sampler, drafter)
+        drafter = GrammarDrafter(runner.ensure_step_sampler().sampler, drafter)
     elif drafts is None:
         return None
     return Drafting(drafter=drafter, overlapped=overlap)
