@@ -233,8 +233,8 @@ class _Keys:
 
     def reject(self, name: str, problem: str) -> NoReturn:
         raise ConfigError(
-            f"{self.path}: tokenizer.ggml.{name} {problem}; give tokenizer=... a directory or hub id"
-            " with the model's tokenizer, or set skip_tokenizer_init=True and pass token ids"
+            f"{self.path}: tokenizer.ggml.{name} {problem}; give tokenizer=... a directory or hub"
+            " id with the model's tokenizer, or set skip_tokenizer_init=True and pass token ids"
         )
 
     def get(self, name: str, annotation: Any, *default: Any) -> Any:
