@@ -290,8 +290,8 @@ def _states(family: Family, keys: ConfigReader, layer: LayerConfig) -> LinearAtt
         no_attention = FULL not in layer.layers_block_type
     if no_attention and layer.falcon_h1 is None:
         raise UnsupportedModelError(
-            "neither layer_types nor attn_layer_indices has a layer with attention; supported:"
-            " models with at least one"
+            "layer_types and attn_layer_indices define no layer with attention; supported: models"
+            " with at least one"
         )
     return states if states is not None and states.layers else None
 

@@ -140,7 +140,7 @@ def _with_text_parts(index: int, message: Mapping[str, Any]) -> dict[str, Any]:
         if kind != "text" or not isinstance(part.get("text"), str):
             raise RequestError(
                 f"messages[{index}]: a content part must be {{'type': 'text', 'text': ...}},"
-                f" because only text is supported; got the type {repr_short(kind)}"
+                f" because only text is supported; got one of type {repr_short(kind)}"
             )
     return {**message, "content": [dict(part) for part in parts]}
 

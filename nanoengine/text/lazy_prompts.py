@@ -32,8 +32,8 @@ def read_lazily(
         raise RequestError(f"prompts must be an iterable, got {type(prompts).__name__}")
     if isinstance(sampling_params, Sequence) or isinstance(priority, Sequence):
         raise RequestError(
-            "the number of prompts of an iterator is unknown, so sampling_params and priority must"
-            " be single values; yield Row(prompt, sampling_params=...) for parameters per prompt"
+            "the number of prompts of an iterator is unknown, so they share one SamplingParams and"
+            " one priority; yield Row(prompt, sampling_params=...) for parameters per prompt"
         )
     (params,) = each_params(sampling_params, 1, reader.default_params)
     (one_priority,) = each_priority(priority, 1)

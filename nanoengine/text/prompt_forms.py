@@ -121,7 +121,7 @@ def prompt_list(prompts: object) -> list[object]:
         return list(prompts)
     raise RequestError(
         "prompts must be a string, a list of token ids, a dict, or a list of these, got"
-        f" {type(prompts).__name__}; only stream() accepts a generator"
+        f" {type(prompts).__name__}; stream() also takes a generator of prompts"
     )
 
 
@@ -187,7 +187,7 @@ def _parse_dict(prompt: Mapping[Any, Any]) -> dict[str, Any]:
             )
     if not given or ("messages" in given and len(given) > 1):
         raise RequestError(
-            "a prompt dict must have one of 'prompt', 'prompt_token_ids' and 'messages', got"
+            "a prompt dict needs one of 'prompt', 'prompt_token_ids' and 'messages', got"
             f" {', '.join(map(repr, given)) or 'none of them'}"
         )
     found = {key: prompt[key] for key in known if prompt.get(key) is not None}
@@ -256,8 +256,8 @@ def _one_each(
         raise RequestError(f"{name} must be {kind} or a list of them, got {repr_short(given)}")
     if len(given) != count:
         raise RequestError(
-            f"{name} must be a single value or a list with one entry per prompt; got {len(given)}"
-            f" entries for {count} prompts"
+            f"{name} must be a single value, or a list with one entry per prompt; got {len(given)}"
+            f" for {count} prompts"
         )
     for i, value in enumerate(given):
         if not is_valid(value):

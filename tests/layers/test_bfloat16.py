@@ -153,7 +153,7 @@ def test_auto_takes_bfloat16_where_the_cpu_multiplies_it():
 @pytest.mark.parametrize("family", ["gemma2", "gemma3", "glm4"])
 def test_float16_is_refused_where_activations_exceed_it(family, tmp_path):
     make_checkpoint(tmp_path, family, dtype=torch.float16)
-    with pytest.raises(ConfigError, match=r"can't hold the activations.*bfloat16 or float32"):
+    with pytest.raises(ConfigError, match=r"float16 is not supported.*bfloat16 or float32"):
         outputs(tmp_path, dtype="float16")
     assert outputs(tmp_path, dtype="auto")[2].dtype == "float32"
 

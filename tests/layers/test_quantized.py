@@ -447,7 +447,7 @@ KEPT = Quantization(bits=4, activations="float", stored=STORED)
         ("awq", GPTQ, "cpu", "'awq' contradicts .* stored as gptq"),
         ("gptq", PACKED, "cpu", "'gptq' contradicts .* stored as compressed-tensors"),
         ("compressed-tensors", None, "cpu", "'compressed-tensors' contradicts .* as floats"),
-        ("int4", STORED, "cuda", r"contradicts the checkpoint, .*: leave the option out$"),
+        ("int4", STORED, "cuda", r"contradicts the checkpoint, .*: remove the option$"),
     ],
 )  # fmt: skip
 def test_options_choose_activations_and_may_not_contradict_the_checkpoint(
