@@ -52,7 +52,7 @@ def _read_each(
         if prompt is PAUSE:
             yield PAUSE
             continue
-        own = (prompt.sampling_params if isinstance(prompt, Row) else None) or params
-        while not reader.checker.is_ready(own):
+        prompt_params = (prompt.sampling_params if isinstance(prompt, Row) else None) or params
+        while not reader.checker.is_ready(prompt_params):
             yield Pause.COMPILING
         yield reader.read(next(indices), prompt, params, priority, on_error)
