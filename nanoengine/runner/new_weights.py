@@ -81,9 +81,7 @@ def _slots_for(runner: RunnerSetup, source: Source) -> dict[str, WeightSlot]:
         stored = stored_tensors(source)
     else:
         stored = {
-            name: TensorInfo(
-                Path(), tuple(tensor.shape), NAMES.get(tensor.dtype, str(tensor.dtype))
-            )
+            name: TensorInfo(Path(), (*tensor.shape,), NAMES.get(tensor.dtype, str(tensor.dtype)))
             for name, tensor in source.items()
         }
     stored = tensors_to_run(config, stored)

@@ -457,7 +457,7 @@ INVALID: dict[str, tuple[Callable[[], Metadata], str]] = {
         lambda: score_keys(unknown_token_id=len(score_keys()["tokenizer.ggml.tokens"]) - 1),
         "not a used token",
     ),
-    "removed spaces": (lambda: score_keys(remove_extra_whitespaces=True), "all spaces are"),
+    "removed spaces": (lambda: score_keys(remove_extra_whitespaces=True), "is True, which is"),
     "a long token": (
         lambda: score_keys(tokens=["<unk>", "a" * 9000], token_type=[2, 1], scores=[0.0, 1.0]),
         "has too long tokens",
