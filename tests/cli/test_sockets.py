@@ -126,7 +126,7 @@ def test_no_command_opens_a_socket_for_local_files(
 def test_an_attempt_is_noticed(tmp_path: Path) -> None:
     """Looking up a hub id is counted as an attempt."""
     (tmp_path / "sitecustomize.py").touch()
-    with pytest.raises(AssertionError, match="no local directory or file"):
+    with pytest.raises(AssertionError, match="not a local directory or file"):
         attempts(tmp_path, [(["info", "someone/something"], "")])
     assert "huggingface" in (tmp_path / "attempts").read_text()
 

@@ -153,7 +153,7 @@ def test_auto_selects_bfloat16_on_a_cpu_with_bfloat16_dot_products():
 @pytest.mark.parametrize("family", ["gemma2", "gemma3", "glm4"])
 def test_float16_raises_for_families_with_large_activations(family, tmp_path):
     make_checkpoint(tmp_path, family, dtype=torch.float16)
-    with pytest.raises(ConfigError, match=r"can't hold the activations.*bfloat16 or float32"):
+    with pytest.raises(ConfigError, match=r"float16 is not supported.*bfloat16 or float32"):
         outputs(tmp_path, dtype="float16")
     assert outputs(tmp_path, dtype="auto")[2].dtype == "float32"
 

@@ -443,7 +443,7 @@ FROM_AWQ = Quantization(bits=4, activations="float", stored=STORED)
         ("awq", GPTQ, "cpu", "'awq' contradicts .* stored as gptq"),
         ("gptq", PACKED, "cpu", "'gptq' contradicts .* stored as compressed-tensors"),
         ("compressed-tensors", None, "cpu", "'compressed-tensors' contradicts .* as floats"),
-        ("int4", STORED, "cuda", r"contradicts the checkpoint, .*: leave the option out$"),
+        ("int4", STORED, "cuda", r"contradicts the checkpoint, .*: remove the option$"),
     ],
 )  # fmt: skip
 def test_options_select_activations_and_must_match_the_checkpoint(

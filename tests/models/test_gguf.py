@@ -492,10 +492,13 @@ def test_a_hub_file_is_selected_by_type_or_path(
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        ("me/a:IQ4_XS", "names 2 GGUF files of me/a.*it has: BF16/a-BF16.gguf, a-IQ4_XS.gguf"),
-        ("me/a:Q5_K", "names no GGUF files"),
-        ("me/a", "names 5 GGUF files of me/a, where one is wanted, such as me/a:Q4_K_M"),
-        ("me/a/b.gguf", "names no GGUF files"),
+        (
+            "me/a:IQ4_XS",
+            "matches 2 GGUF files of me/a.*repository: BF16/a-BF16.gguf, a-IQ4_XS.gguf",
+        ),
+        ("me/a:Q5_K", "matches no GGUF files"),
+        ("me/a", "matches 5 GGUF files of me/a; it must match one, for example me/a:Q4_K_M"),
+        ("me/a/b.gguf", "matches no GGUF files"),
         ("./me/a.gguf", "model file './me/a.gguf' does not exist"),
         ("~no such user/a", "model directory '~no such user/a' does not exist"),
         ("a" * 5000, "model directory 'a+' does not exist"),
