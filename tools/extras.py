@@ -18,8 +18,8 @@ def requirements() -> list[str]:
     """Of all extras that a CPU can use; and the package's own, which no other may replace."""
     project = tomllib.loads(PROJECT.read_text(encoding="utf-8"))["project"]
     extras = project["optional-dependencies"]
-    wanted = {one for name in extras.keys() - set(LEFT_OUT) for one in extras[name]}
-    return sorted(wanted.union(project["dependencies"]))
+    requirements = {one for name in extras.keys() - set(LEFT_OUT) for one in extras[name]}
+    return sorted(requirements.union(project["dependencies"]))
 
 
 def models() -> list[str]:

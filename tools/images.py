@@ -27,7 +27,7 @@ from nanoengine.cli.main import main as nanoengine  # noqa: E402
 from tests.support.browser import start_chromium  # noqa: E402
 
 IMAGES = ROOT / "docs" / "images"
-MOST_BYTES = 200_000
+MAX_IMAGE_BYTES = 200_000
 SHOTS = {
     # name: width, height, dark, what the address asks for, and what is done then
     "viewer": (1440, 900, False, "#step=11&block=2", ""),
@@ -60,12 +60,12 @@ def record(trace: Path) -> None:
     with LLM(demo_model_path(), **options) as llm:
         llm.generate("Once", SamplingParams(max_tokens=2), use_tqdm=False)  # compiles kernels
     with LLM(demo_model_path(), trace=trace, **options) as llm:
-        asked = [f"{PASSAGE}\n\nQuestion: {question}\nAnswer:" for question in QUESTIONS]
-        told = [f"Once upon a time, there was a little {who}" for who in
+        questions = [f"{PASSAGE}\n\nQuestion: {question}\nAnswer:" for question in QUESTIONS]
+        stories = [f"Once upon a time, there was a little {name}" for name in
                 ("fox", "bear", "rabbit", "owl", "mouse", "cat")]  # fmt: skip
         params = [SamplingParams(temperature=0, max_tokens=96)] * 12
         params[3] = SamplingParams(n=2, temperature=0.8, seed=7, max_tokens=72)
-        prompts = [one for pair in zip(told, asked, strict=True) for one in pair]
+        prompts = [one for pair in zip(stories, questions, strict=True) for one in pair]
         llm.generate(prompts, params, use_tqdm=False)
 
 
@@ -84,8 +84,8 @@ def shoot(browser: Browser, html: Path, name: str) -> None:
     tab.screenshot(path=path)
     tab.close()
     size = path.stat().st_size
-    if size > MOST_BYTES:
-        sys.exit(f"{path} has {size:,} bytes, more than {MOST_BYTES:,}")
+    if size > MAX_IMAGE_BYTES:
+        sys.exit(f"{path} has {size:,} bytes, more than {MAX_IMAGE_BYTES:,}")
     print(f"{path.relative_to(ROOT)}: {size / 1e3:.0f} kB")
 
 

@@ -93,9 +93,9 @@ def main() -> None:
     names = dict(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
     multimodal = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
     names |= {kind: multimodal[kind] for kind in KNOWN if kind in multimodal}
-    wanted = sys.argv[1:] or sorted(names)
+    types = sys.argv[1:] or sorted(names)
     rows = {}
-    for model_type in wanted:
+    for model_type in types:
         architecture = names[model_type]
         architecture = architecture if isinstance(architecture, str) else architecture[-1]
         architecture = OWN_NAMES.get(model_type, architecture)

@@ -61,10 +61,10 @@ def group_of(path: Path) -> str:
 
 
 def main() -> None:
-    wanted = sys.argv[1] if len(sys.argv) > 1 else None
+    listed = sys.argv[1] if len(sys.argv) > 1 else None
     patterns = {word: re.compile(rf"\b(?:{text})\b", re.IGNORECASE) for word, text in WORDS.items()}
-    if wanted is not None and wanted not in patterns:
-        sys.exit(f"{wanted!r} is not in the table; choose from {', '.join(patterns)}")
+    if listed is not None and listed not in patterns:
+        sys.exit(f"{listed!r} is not in the table; choose from {', '.join(patterns)}")
     files = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
     files += [path for group in ("nanoengine", "tests") for path in (ROOT / group).rglob("*.py")]
     found: dict[str, Counter[str]] = {group: Counter() for group in LIMITS}
@@ -78,9 +78,9 @@ def main() -> None:
             for word, pattern in patterns.items():
                 matches = len(pattern.findall(line))
                 found[group][word] += matches
-                if matches and word == wanted:
+                if matches and word == listed:
                     print(f"{name}:{number}: {line.strip()}")
-    if wanted is not None:
+    if listed is not None:
         return
     failed = False
     for group, limit in LIMITS.items():

@@ -156,8 +156,8 @@ def measure(root: Path = ROOT) -> Spine:
 
 def outside_of_model(calls: list[tuple[str, str]], root: Path) -> list[tuple[str, str]]:
     """The calls whose function is in no room of the model."""
-    rooms = tuple(str(root / "nanoengine" / room) + os.sep for room in MODEL)
-    return [call for call in calls if not call[0].startswith(rooms)]
+    packages = tuple(str(root / "nanoengine" / package) + os.sep for package in MODEL)
+    return [call for call in calls if not call[0].startswith(packages)]
 
 
 def decode_of(files: list[str]) -> Decode:
