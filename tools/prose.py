@@ -37,11 +37,11 @@ WORDS = {
 """Entry -> pattern. Most of these words have an English use too, so the limits are not 0."""
 
 LIMITS = {"package": 1.0, "docs": 0.4, "tests": 2.2}
-"""Matches per 1,000 words. These numbers only go down."""
+"""Matches per 1,000 words. These limits may only decrease."""
 
 
 def prose(path: Path) -> Iterator[tuple[int, str]]:
-    """The lines of prose of a file with their numbers: of Python, comments and strings of several
+    """The lines of prose of a file with their numbers: in Python, comments, and strings of several
     words."""
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".md":

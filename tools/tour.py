@@ -1,8 +1,8 @@
 """Runs an exercise of docs/tour.md: `python tools/tour.py`, after a line to break was changed.
 
-An exercise was begun if its file no longer has the line that the page shows with a minus. Its
-examples run after all examples before them, and what they print now is shown beside what they
-printed before. Needs what `make demo` installs and nothing else.
+An exercise has begun if its file no longer has the line that the page shows with a minus. Its
+examples run after all examples before them, and the new output is shown together with the old one.
+Needs only what `make demo` installs.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Exercise(NamedTuple):
     """A line to break, and the examples whose output then changes.
 
     Attributes:
-        path, old, new: the file, the text in it, and the text that takes its place.
+        path, old, new: the file, the text in it, and the text that replaces it.
         question: the block of examples that follows.
     """
 
@@ -62,7 +62,7 @@ def output_of(question: pages.Block) -> str:
 
 
 def main() -> None:
-    """Shows the exercises that were begun."""
+    """Shows the exercises that have begun."""
     begun = [e for e in exercises() if e.old not in (ROOT / e.path).read_text(encoding="utf-8")]
     if not begun:
         print("No line of an exercise is changed: change one, save the file, and run this again.")
