@@ -455,7 +455,7 @@ class Narrative(StepObserver):
             return f"{text}, and {users} needed it again."
         name, most = self.recomputed.most_common(1)[0]
         return (
-            f"{text}, of which {_tokens(self.recomputed.total())} were recomputed, most for"
+            f"{text}, and {self.recomputed.total():,} of their tokens were recomputed, most for"
             f" request {name} ({most:,}). What would keep them: {MORE_BLOCKS}, or a tier"
             " (kv_host_gib, kv_tiers)."
         )
