@@ -29,8 +29,8 @@ from typing import Any
 from benchmarks.suite.shapes import SHAPES
 
 TILE = 32  # outputs of a weight per item, with AVX-512
-MIN_PART_ROWS, PIECES = 32, 4  # as in `kernels/cpu_linear.py` and `kernels/pool.py`
-SPLIT = 256  # tokens of a context per item of attention
+MIN_PART_ROWSLEAST_ROWSMIN_ROWS, PIECES = 32, 4  # as in `kernels/cpu_linear.py` and
+`kernels/pool.py` SPLIT = 256  # tokens of a context per item of attention
 SMALL = 8192  # values that one thread normalizes or gates alone
 OF_RATE = 0.85  # share of the peak rate that a product of many rows reaches
 
@@ -88,7 +88,7 @@ def product(
 ) -> Part:
     """The product of all rows with one weight; rows are split as in `cpu_linear.row_parts`."""
     tiles, cuts = -(-outputs // tile), 1
-    while tiles * cuts < PIECES * workers and rows >= (cuts + 1) * MIN_PART_ROWS:
+    while tiles * cuts < PIECES * workers and rows >= (cuts + 1) * MIN_PART_ROWSLEAST_ROWSMIN_ROWS:
         cuts += 1
     flops = 2.0 * rows * inputs * tile / cuts
     return Part(name, tiles * cuts, inputs * tile * element, flops, shared=cuts)
@@ -141,15 +141,15 @@ def seconds(part: Part, machine: Machine, workers: int) -> float:
     active = min(part.count, workers)
     if active == 1:
         workers = 1
-    most = math.ceil(part.count / workers) if part.count > 1 else 1
+    max_items = math.ceil(part.count / workers) if part.count > 1 else 1
     memory = machine.socket_bytes * machine.sockets
     if machine.sockets > 1 and not part.placed:
         memory *= (1 + machine.far) / 2
     each = (
         part.item_bytes / part.shared
     )  # bytes that a core reads for one item: slices of a tile are adjacent
-    read = max(part.count * each / memory, most * each / machine.core_bytes)
-    computed = most * part.item_flops / (machine.core_flops * OF_RATE)
+    read = max(part.count * each / memory, max_items * each / machine.core_bytes)
+    computed = max_items * part.item_flops / (machine.core_flops * OF_RATE)
     return machine.fork(workers) + max(read, computed)
 
 

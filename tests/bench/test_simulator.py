@@ -61,7 +61,7 @@ def test_memory_does_not_grow_with_the_workload(length_cap):
             yield item
 
     assert simulate(pulled(), scheduler, length_cap=length_cap).requests == 200
-    assert max(alive) <= 8 + 8 + 8, "those that run, those ahead of them, those just finished"
+    assert max(alive) <= 8 + 8 + 8, "running requests, queued ones, and just finished ones"
 
 
 def test_a_request_that_is_too_large_is_counted_and_the_others_run():
