@@ -29,8 +29,8 @@ from typing import Any
 from benchmarks.suite.shapes import SHAPES
 
 TILE = 32  # outputs of a weight per item, with AVX-512
-MIN_PART_ROWSLEAST_ROWSMIN_ROWS, PIECES = 32, 4  # as in `kernels/cpu_linear.py` and
-`kernels/pool.py` SPLIT = 256  # tokens of a context per item of attention
+MIN_PART_ROWS, PIECES = 32, 4  # as in `kernels/cpu_linear.py` and `kernels/pool.py`
+SPLIT = 256  # tokens of a context per item of attention
 SMALL = 8192  # values that one thread normalizes or gates alone
 OF_RATE = 0.85  # share of the peak rate that a product of many rows reaches
 
@@ -88,7 +88,7 @@ def product(
 ) -> Part:
     """The product of all rows with one weight; rows are split as in `cpu_linear.row_parts`."""
     tiles, cuts = -(-outputs // tile), 1
-    while tiles * cuts < PIECES * workers and rows >= (cuts + 1) * MIN_PART_ROWSLEAST_ROWSMIN_ROWS:
+    while tiles * cuts < PIECES * workers and rows >= (cuts + 1) * MIN_PART_ROWS:
         cuts += 1
     flops = 2.0 * rows * inputs * tile / cuts
     return Part(name, tiles * cuts, inputs * tile * element, flops, shared=cuts)

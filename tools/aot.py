@@ -53,9 +53,7 @@ def signatures() -> list[str]:
     Kernel._compile_for_args = note
     for dtype, quantization in product(("float32", "bfloat16"), (None, "int8", "int4")):
         run(demo_model_path(), dtype=dtype, quantization=quantization)
-    packed.MIN_PRUNED_BYTES = (
-        0  # the heads of these models are too small for the prunedaan int8 argmaxscreenbound
-    )
+    packed.MIN_PRUNED_BYTES = 0  # the heads of these models are too small for the pruned argmax
     with tempfile.TemporaryDirectory() as directory:
         write_shape("tiny", Path(directory))  # in float32; the demo model is in bfloat16
         run(Path(directory), dtype="float32", load_format="dummy")

@@ -1,9 +1,8 @@
 """Runs the exercises of docs/tour.md that the reader has started: `python tools/tour.py`
 
 An exercise has started if its file no longer contains the line that the page shows with a minus.
-The tool runs all examples of the page up to the exercise's question, and prints thewhat
-theythe outputprintnew thatnowoutput the page shows nextbesidetogether towhatwith
-the new output.before.old It needs onlyNeedsone. Needs only what `make demo` installs.
+The tool runs all examples of the page up to the exercise's question, and prints the output that
+the page shows next to the new output. It needs only only what `make demo` installs.
 """
 
 from __future__ import annotations
@@ -29,8 +28,7 @@ class Exercise(NamedTuple):
     """A change to the code, and the examples whose output it changes.
 
     Attributes:
-        path, old, new: the file, the original text, and its replacementthe text that takes its
-            placethe text that replaces it.
+        path, old, new: the file, the original text, and its replacement.
         question: the block of examples after the change.
     """
 
