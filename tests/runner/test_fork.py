@@ -109,7 +109,7 @@ def test_a_parent_may_be_dropped_before_its_fork_runs():
     (parent,) = request.sequences
     given = parent.output_token_ids
     child = engine.fork("a")
-    engine.scheduler.special.drop(parent)
+    engine.scheduler.extras_scheduling.drop(parent)
     engine.step()
     plan = executor(engine).plans[-1]
     (new,) = plan.admitted
@@ -123,8 +123,8 @@ def test_dropping_the_last_unfinished_sequence_ends_the_request():
     engine = make_engine()
     request = start(engine)
     child = engine.fork("a", next_token_id=3)
-    engine.scheduler.special.finish(request.sequences[0], "stop")
-    engine.scheduler.special.drop(child)
+    engine.scheduler.extras_scheduling.finish(request.sequences[0], "stop")
+    engine.scheduler.extras_scheduling.drop(child)
     assert run(engine) == ["a"]
 
 
