@@ -139,7 +139,7 @@ def error_of(row: dict[str, Any], options: RowOptions | None = None, kind: Any =
         ({"reasoning_effort": "low"}, "give chat_template_kwargs"),
         ({"functions": [{}]}, "use tools"),
         ({"stream": True}, "batch jobs do not stream"),
-        ({"suffix": "x"}, "none is filled in"),
+        ({"suffix": "x"}, "fill-in-the-middle"),
     ],
 )
 def test_a_column_that_was_meant_as_an_option_fails_its_row(
