@@ -22,7 +22,7 @@ from nanoengine.errors import ConfigError
 from nanoengine.features.kv_tiers import DiskFiles
 from nanoengine.jobs.manifest import changed_inputs, describe_inputs
 from nanoengine.jobs.paths import relative
-from nanoengine.jobs.record_log import Log
+from nanoengine.jobs.record_log import RecordLog
 from nanoengine.jobs.signals import Signals, Stopped
 from nanoengine.jobs.source import find_inputs
 from nanoengine.jobs.work import Work
@@ -89,7 +89,7 @@ assert main(["generate", "demo", "--prompt", "Long ago", *greedy]) == 0
 sys.stdin = io.TextIOWrapper(io.BytesIO(b"Long ago\\n"))
 assert main(["chat", "demo", *greedy]) == 0
 batch = ["batch", "demo", "my rows.csv", "--output", "my answers.jsonl", "--errors", "errors.jsonl"]
-batch += ["--template", "{{ text }}", "--in-order", *greedy]
+batch += ["--template", "{{ text }}", "--sort-output", *greedy]
 assert main(batch) == 1
 assert main([*batch, "--retry-errors"]) == 1
 assert main([*batch, "--restart"]) == 1
@@ -142,7 +142,7 @@ def test_the_grace_ends_where_there_is_no_alarm(monkeypatch):
             for _ in range(1000):
                 time.sleep(0.01)
     assert ended.value.code == 128 + signal.SIGINT
-    assert signals.caught == signal.SIGINT and signal.getsignal(signal.SIGINT) is usual
+    assert signals.signal_number == signal.SIGINT and signal.getsignal(signal.SIGINT) is usual
 
 
 def test_a_template_ends_where_there_is_no_alarm(monkeypatch, tmp_path):
@@ -165,27 +165,27 @@ def test_replicas_are_refused_where_processes_take_no_open_pipe(monkeypatch):
 
 def test_a_log_may_be_moved_while_it_stays_locked(tmp_path):
     """As `--restart` does. Windows can't move an open file."""
-    log = Log(tmp_path / "out.jsonl")
+    log = RecordLog(tmp_path / "out.jsonl")
     log.append(b'{"_row": 0}\n')
-    with log.put_down():
+    with log.file_closed():
         (tmp_path / "out.jsonl").rename(tmp_path / "out.1.jsonl")
         with pytest.raises(ConfigError, match="by another process"):
-            Log(tmp_path / "out.jsonl")
+            RecordLog(tmp_path / "out.jsonl")
     log.append(b'{"_row": 1}\n')
     log.sync()
     assert (tmp_path / "out.jsonl").read_bytes() == b'{"_row": 1}\n'
     log.close()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out.1.jsonl", "out.jsonl"]
-    Log(tmp_path / "out.jsonl").close()
+    RecordLog(tmp_path / "out.jsonl").close()
 
 
 def test_another_thread_may_give_a_lock_free(tmp_path):
-    log, disk = Log(tmp_path / "out.jsonl"), DiskFiles(tmp_path, "model", [])
+    log, disk = RecordLog(tmp_path / "out.jsonl"), DiskFiles(tmp_path, "model", [])
     for close in (log.close, disk.close):
         thread = threading.Thread(target=close)
         thread.start()
         thread.join()
-    Log(tmp_path / "out.jsonl").close()
+    RecordLog(tmp_path / "out.jsonl").close()
     again = DiskFiles(tmp_path, "model", [])
     assert again.can_write
     again.close()

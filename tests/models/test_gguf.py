@@ -370,8 +370,8 @@ def test_info_says_what_is_stored(tmp_path: Path, capsys: pytest.CaptureFixture[
     main(["info", str(tmp_path / "m.gguf")])
     told = capsys.readouterr().out
     assert "Tiny, with a chat template" in told
-    assert "experts: 147,456 numbers of 4.50 bits, 0.00 GiB: Q4_0" in told
-    assert "embedding: 16,384 numbers of 8.50 bits, 0.00 GiB: Q8_0" in told
+    assert "experts: 147,456 elements of 4.50 bits, 0.00 GiB: Q4_0" in told
+    assert "embedding: 16,384 elements of 8.50 bits, 0.00 GiB: Q8_0" in told
     assert "int8 activations, one scale per token and 32 inputs" in told
     assert "stored: mean KL of 0.0008 to 0.0036 to the same weights in float32" in told
     for line in (

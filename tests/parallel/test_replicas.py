@@ -325,7 +325,7 @@ def test_each_replica_has_gpus_of_its_own(monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.raises(ConfigError, match="need a GPU, one each, and this machine has 2"):
         replicas._on_gpus(["0", "1"], 3, ranks=1)
     monkeypatch.setattr(replicas, "_gpus", lambda config: ["0", "1"])
-    with pytest.raises(ConfigError, match="--threads is for replicas on a CPU"):
+    with pytest.raises(ConfigError, match="--threads-per-replica needs --device cpu"):
         local_replicas({**OPTIONS, "device": "cuda"}, 2, threads=1)
     with pytest.raises(ConfigError, match="say --device cuda, got 'cuda:1'"):
         local_replicas({**OPTIONS, "device": "cuda:1"}, 2)
@@ -335,7 +335,7 @@ def test_each_replica_has_gpus_of_its_own(monkeypatch: pytest.MonkeyPatch) -> No
     ("options", "told"),
     [
         (["--replicas", "0"], "replicas must be at least 1"),
-        (["--threads", "2"], "give --replicas"),
+        (["--threads-per-replica", "2"], "needs --replicas"),
         (["--replica-timeout", "0"], "--replica-timeout must be above 0 and at most 86,400"),
     ],
 )
@@ -367,7 +367,7 @@ def test_two_replicas_one_killed_give_the_records_of_one_process(tmp_path: Path)
     source.write_text("\n".join(map(json.dumps, rows)))
     engine = ["--device", "cpu", "--attention-backend", "naive", "--num-kv-blocks", "200"]
     engine += ["--kv-cache-dtype", "int8"]
-    engine += ["--max-num-seqs", "16", "--max-model-len", "128", "--in-order"]
+    engine += ["--max-num-seqs", "16", "--max-model-len", "128", "--sort-output"]
     one, two = tmp_path / "one.jsonl", tmp_path / "two.jsonl"
     victims: list[psutil.Process] = []
 
