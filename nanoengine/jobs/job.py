@@ -109,8 +109,8 @@ class Job:
         is_complete: all rows have a record.
 
     Raises:
-        ConfigError: an input, an output, an option or an earlier job is in the way; no file was
-            changed.
+        ConfigError: an input, the output or an option is invalid, or the output belongs to another
+            job; no file was changed.
     """
 
     def __init__(self, options: JobOptions, describe: Callable[[], Mapping[str, Any]]) -> None:
