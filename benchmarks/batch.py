@@ -251,15 +251,15 @@ def measure_order(directory: Path, prefix_tokens: int = 512) -> dict[str, Any]:
     ]
     draw.shuffle(rows)
     source.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    for keep in (True, False):
+    for reorder in (False, True):
         with llm_without_model(16 * prefix_tokens // BLOCK_SIZE // 4) as llm:
             run_job(
                 source,
-                directory / f"order-{keep}.out.jsonl",
+                directory / f"reorder-{reorder}.out.jsonl",
                 lambda rows, llm=llm: llm.stream(rows, on_error="record"),
-                keep_input_order=keep,
+                reorder=reorder,
             )
-            counts["input order" if keep else "ours"] = llm.stats().prefill_tokens
+            counts["ours" if reorder else "input order"] = llm.stats().prefill_tokens
     ratio = counts["input order"] / counts["ours"]
     return {"rows": len(rows), "prefill tokens": counts, "ratio": ratio}
 

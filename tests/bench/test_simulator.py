@@ -113,7 +113,15 @@ def test_simulate_prints_a_report(tmp_path, capsys):
     bench = tmp_path / "bench.json"
     columns = {"tokens": [1, 8, 3], "context_tokens": [9, 8, 30], "seconds": [0.5, 0.5, 0.5]}
     bench.write_text(json.dumps({"step_records": columns}))
-    arguments = ["simulate", "--num-blocks", "20", "--workload", str(rows), "--fit", str(bench)]
+    arguments = [
+        "simulate",
+        "--num-blocks",
+        "20",
+        "--workload",
+        str(rows),
+        "--step-times",
+        str(bench),
+    ]
     assert main([*arguments, "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert (report["output_tokens"], report["steps"]) == (17, 12)

@@ -377,8 +377,8 @@ def test_info_lists_the_stored_types(tmp_path: Path, capsys: pytest.CaptureFixtu
     main(["info", str(tmp_path / "m.gguf")])
     out = capsys.readouterr().out
     assert "Tiny, with a chat template" in out
-    assert "experts: 147,456 numbers of 4.50 bits, 0.00 GiB: Q4_0" in out
-    assert "embedding: 16,384 numbers of 8.50 bits, 0.00 GiB: Q8_0" in out
+    assert "experts: 147,456 elements of 4.50 bits, 0.00 GiB: Q4_0" in out
+    assert "embedding: 16,384 elements of 8.50 bits, 0.00 GiB: Q8_0" in out
     assert "int8 activations, one scale per token and 32 inputs" in out
     assert "stored: mean KL of 0.0008 to 0.0036 to the same weights in float32" in out
     for line in (
