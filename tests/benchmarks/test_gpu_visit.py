@@ -111,7 +111,7 @@ def visit(monkeypatch, folder, steps, repeats=0, **looks):
     """Exit code and report of a visit with these parts."""
     monkeypatch.setattr(gpu_visit, "steps_of", lambda file: steps)
     monkeypatch.setattr(gpu_visit, "VISIT", tuple(steps))
-    monkeypatch.setattr(gpu_visit, "LOOKS", tuple((name, *how) for name, how in looks.items()))
+    monkeypatch.setattr(gpu_visit, "RERUNS", tuple((name, *how) for name, how in looks.items()))
     monkeypatch.setattr(gpu_visit, "REPEATS", repeats)
     monkeypatch.setattr(gpu_parts, "MIN_PART_S", 0.1)
     monkeypatch.setattr(processes, "ENDINGS", [(s, min(t, 3)) for s, t in processes.ENDINGS])
