@@ -336,7 +336,9 @@ def local_replicas(options: dict[str, Any], count: int, threads: int | None = No
     if not gpus:
         return Replicas(options, _on_cores(count, threads))
     if threads is not None:
-        raise ConfigError("--threads-per-replica is only for replicas on a CPU: remove it, or set --device cpu")
+        raise ConfigError(
+            "--threads-per-replica is only for replicas on a CPU: remove it, or set --device cpu"
+        )
     return Replicas(options, _on_gpus(gpus, count, config.tensor_parallel_size))
 
 
