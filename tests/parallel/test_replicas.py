@@ -328,7 +328,7 @@ def test_each_replica_has_its_own_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         replicas._on_gpus(["0", "1"], 3, ranks=1)
     monkeypatch.setattr(replicas, "_gpus", lambda config: ["0", "1"])
     with pytest.raises(
-        ConfigError, match="--threads-per-replica is only for replicas on --device cpu"
+        ConfigError, match="--threads-per-replica is only for replicas on a CPU"
     ):
         local_replicas({**OPTIONS, "device": "cuda"}, 2, threads=1)
     with pytest.raises(ConfigError, match="set --device cuda, got 'cuda:1'"):
