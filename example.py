@@ -46,9 +46,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", nargs="?", default=demo_model_path(), help="a checkpoint")
     parser.add_argument("--device", default="auto", help="cpu or cuda; auto: a GPU if there is one")
-    asked, metrics = parser.parse_args(), Metrics()
+    args, metrics = parser.parse_args(), Metrics()
     # Why small blocks: short prompts share more of them.
-    with LLM(asked.model, device=asked.device, block_size=16) as llm:
+    with LLM(args.model, device=args.device, block_size=16) as llm:
         llm.generate("Once", SamplingParams(max_tokens=2), use_tqdm=False)
         llm.engine.observers.append(metrics)  # After a warm-up: the first steps compile kernels.
 

@@ -187,10 +187,10 @@ def measure_host(directory: Path, count: int) -> dict[str, Any]:
     facts = {
         "whole": whole_s,
         "template and tokenizer": text_s,
-        "beside these": whole_s - text_s,
+        "other": whole_s - text_s,
         "of it reading and writing": files_s,
     }
-    return {"rows": count, "us a row": {k: 1e6 * v / count for k, v in facts.items()}}
+    return {"rows": count, "us per row": {k: 1e6 * v / count for k, v in facts.items()}}
 
 
 def measure_memory(directory: Path, counts: tuple[int, int]) -> dict[str, Any]:
@@ -251,15 +251,15 @@ def measure_order(directory: Path, prefix_tokens: int = 512) -> dict[str, Any]:
     ]
     draw.shuffle(rows)
     source.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    for keep in (True, False):
+    for reorder in (False, True):
         with llm_without_model(16 * prefix_tokens // BLOCK_SIZE // 4) as llm:
             run_job(
                 source,
-                directory / f"order-{keep}.out.jsonl",
+                directory / f"reorder-{reorder}.out.jsonl",
                 lambda rows, llm=llm: llm.stream(rows, on_error="record"),
-                keep_input_order=keep,
+                reorder=reorder,
             )
-            counts["input order" if keep else "ours"] = llm.stats().prefill_tokens
+            counts["ours" if reorder else "input order"] = llm.stats().prefill_tokens
     ratio = counts["input order"] / counts["ours"]
     return {"rows": len(rows), "prefill tokens": counts, "ratio": ratio}
 
@@ -332,8 +332,8 @@ def measure_peer(
         with (directory / f"{name}.log").open("wb") as log:
             done = subprocess.run(command, env=environment, stdout=log, stderr=log, check=False)
         if done.returncode:
-            told = (directory / f"{name}.log").read_text(errors="replace")
-            raise SystemExit(f"{' '.join(command)} ended with {done.returncode}:\n{told[-4000:]}")
+            log = (directory / f"{name}.log").read_text(errors="replace")
+            raise SystemExit(f"{' '.join(command)} ended with {done.returncode}:\n{log[-4000:]}")
         return time.perf_counter() - start
 
     source = directory / "peer.jsonl"
@@ -388,7 +388,7 @@ def main() -> None:
     found: dict[str, Any] = {"machine": machine()}
     with tempfile.TemporaryDirectory() as name:
         directory = args.directory or Path(name)
-        ways: dict[str, Callable[[], dict[str, Any]]] = {
+        variants: dict[str, Callable[[], dict[str, Any]]] = {
             "wall": lambda: measure_wall(directory, int(2000 * args.scale), args.rounds),
             "host": lambda: measure_host(directory, many // 10),
             "memory": lambda: measure_memory(directory, (many // 100, many)),
@@ -405,7 +405,7 @@ def main() -> None:
             ),
         }
         for part in args.parts or parts:
-            found[part] = ways[part]()
+            found[part] = variants[part]()
             print(f"{part}: {json.dumps(found[part])}", flush=True)
     if args.json is not None:
         args.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")

@@ -60,7 +60,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     args = parser.parse_args()
     requests = make_requests(args.questions, args.choices, args.context, args.choice)
-    asked = sum(len(context) + len(choice) for _, context, choice in requests)
+    num_prompt_tokens = sum(len(context) + len(choice) for _, context, choice in requests)
     with tempfile.TemporaryDirectory() as directory:
         options = {"pretrained": str(demo_model_path())}
         if args.model != "demo":
@@ -76,18 +76,18 @@ def main() -> None:
                 found[size].append(computed)
     facts = {
         size: {
-            "prompt tokens": asked,
+            "prompt tokens": num_prompt_tokens,
             "computed": runs[0][0],
-            "ratio": asked / runs[0][0],
+            "ratio": num_prompt_tokens / runs[0][0],
             "seconds": statistics.median(seconds for _, seconds in runs),
             "all seconds": [seconds for _, seconds in runs],
         }
         for size, runs in found.items()
     }
-    for size, told in facts.items():
+    for size, result in facts.items():
         print(
-            f"block_size {size:>3}: {told['computed']:,} of {asked:,} prompt tokens computed,"
-            f" {told['ratio']:.2f} times fewer, in {told['seconds']:.3f} s"
+            f"block_size {size:>3}: {result['computed']:,} of {num_prompt_tokens:,} prompt tokens"
+            f" computed, {result['ratio']:.2f} times fewer, in {result['seconds']:.3f} s"
         )
     if args.json is not None:
         args.json.write_text(json.dumps({**vars(args), "json": None, "found": facts}, indent=1))

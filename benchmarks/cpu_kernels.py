@@ -57,9 +57,12 @@ def compare(
             call()
             times[name].append(1e3 * (clock() - start))
     line: dict[str, object] = {**labels, "rounds": len(times[next(iter(calls))])}
-    for name, taken in times.items():
-        taken.sort()
-        line[name] = [round(taken[len(taken) // 10], 3), round(taken[len(taken) // 2], 3)]
+    for name, milliseconds in times.items():
+        milliseconds.sort()
+        line[name] = [
+            round(milliseconds[len(milliseconds) // 10], 3),
+            round(milliseconds[len(milliseconds) // 2], 3),
+        ]
         if work is not None:
             line[name].append(round(work[name] / line[name][1] / 1e6, 1))
     print(json.dumps(line), flush=True)
@@ -102,10 +105,10 @@ def attention_call(
     spec = AttentionSpec(
         num_heads=heads, num_kv_heads=k_heads, head_dim=head_dim, scale=head_dim**-0.5
     )
-    turn = iter(range(1 << 60))
+    numbers = iter(range(1 << 60))
 
     def call() -> object:
-        cache = LayerCache(*caches[next(turn) % layers], spec)
+        cache = LayerCache(*caches[next(numbers) % layers], spec)
         return backend.forward(q, k, v, cache, batch)
 
     return call
@@ -182,14 +185,14 @@ def linear(shape: str, seconds: float) -> None:
         partial(CPUQuantizedLinear, "", bits=bits, group_size=group, activations="int8")
         for bits, group in ((8, None), (4, GROUP_SIZE))
     )
-    made = {
+    methods_of = {
         name: [loaded(method(), weight) for weight in plain]
         for name, method in (("ours", partial(PackedLinear, "")), ("int8", int8), ("int4", int4))
     }
     # Why not always: K-quants have blocks of 256 inputs.
     in_blocks = () if hidden % 256 or intermediate % 256 else ("Q4_K", "Q6_K")
     for name in ("Q8_0", *in_blocks):
-        made[name] = [loaded(int4(), make_weight(name, *weight.shape)) for weight in plain]
+        methods_of[name] = [loaded(int4(), make_weight(name, *weight.shape)) for weight in plain]
     fbgemm = [quantize_dynamic(torch.nn.Sequential(module_of(w)), dtype=torch.qint8) for w in plain]
     for tokens in (1, 2, 4, 8, 16, 32, 64, 256):
         inputs = {width: torch.randn(tokens, width) for _, width in sizes}
@@ -203,7 +206,7 @@ def linear(shape: str, seconds: float) -> None:
                 module(x[w.shape[1]]) for w, module in zip(plain, fbgemm, strict=True)
             ],
         }
-        for name, methods in made.items():
+        for name, methods in methods_of.items():
             calls[name] = lambda x=inputs, methods=methods: [
                 method.apply(x[w.shape[1]], None) for w, method in zip(plain, methods, strict=True)
             ]

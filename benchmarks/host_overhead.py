@@ -167,7 +167,7 @@ def run_shape(shape: str, num_seqs: int, rounds: int) -> None:
         write_shape(shape, Path(directory))
         without, traced = trace_cost(make, rounds, time.perf_counter)
     print(
-        f"shape {shape}, {num_seqs} sequences: {without:,.0f} us a decode step, {traced:,.0f} us"
+        f"shape {shape}, {num_seqs} sequences: {without:,.0f} us per decode step, {traced:,.0f} us"
         f" with a trace: {traced / without:.4f}"
     )
 
@@ -177,7 +177,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sequences", type=int, nargs="+", default=[256, 1_024])
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--rounds", type=int, default=4, help="of traced steps and others in turn")
+    parser.add_argument(
+        "--rounds", type=int, default=4, help="of traced and untraced steps, alternating"
+    )
     parser.add_argument("--shape", choices=sorted(SHAPES), help="run this model instead")
     args = parser.parse_args()
     if args.shape is not None:

@@ -128,8 +128,8 @@ def main() -> None:
                         found[kv].append((step(engine, batch), attention_alone(engine, batch)))
                 line: dict[str, object] = {"case": case, "round": number}
                 medians = {}
-                for kv, taken in found.items():
-                    middle, alone = map(statistics.median, zip(*taken, strict=True))
+                for kv, times in found.items():
+                    middle, alone = map(statistics.median, zip(*times, strict=True))
                     info = engines[kv].info
                     medians[info.kv_cache_dtype] = middle, alone
                     read = sequences * context * info.block_bytes / BLOCK_SIZE

@@ -141,15 +141,15 @@ def seconds(part: Part, machine: Machine, workers: int) -> float:
     active = min(part.count, workers)
     if active == 1:
         workers = 1
-    most = math.ceil(part.count / workers) if part.count > 1 else 1
+    max_items = math.ceil(part.count / workers) if part.count > 1 else 1
     memory = machine.socket_bytes * machine.sockets
     if machine.sockets > 1 and not part.placed:
         memory *= (1 + machine.far) / 2
     each = (
         part.item_bytes / part.shared
     )  # bytes that a core reads for one item: slices of a tile are adjacent
-    read = max(part.count * each / memory, most * each / machine.core_bytes)
-    computed = most * part.item_flops / (machine.core_flops * OF_RATE)
+    read = max(part.count * each / memory, max_items * each / machine.core_bytes)
+    computed = max_items * part.item_flops / (machine.core_flops * OF_RATE)
     return machine.fork(workers) + max(read, computed)
 
 

@@ -191,18 +191,18 @@ def steps_ms(llm: LLM, prompts: list[list[int]], tokens: int) -> list[float]:
     begun, step = [], llm.engine.step
     clock = time.process_time if get_num_threads() == 1 else time.perf_counter
 
-    def noted(*given: Any, **named: Any) -> Any:
+    def recorded(*given: Any, **named: Any) -> Any:
         begun.append(clock())
         return step(*given, **named)
 
     params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
-    llm.engine.step = noted  # type: ignore[method-assign]
+    llm.engine.step = recorded  # type: ignore[method-assign]
     llm.generate(prompts, params, use_tqdm=False)
     del llm.engine.step
     return [1e3 * taken for taken in np.diff([*begun, clock()])]
 
 
-def beside_limits(args: argparse.Namespace, shape: str, way: str) -> dict[str, Any]:
+def compare_with_limits(args: argparse.Namespace, shape: str, way: str) -> dict[str, Any]:
     """The time of each step and the share of it that the machine needs: medians over `--rounds` of
     the 10th percentile of a round, because rates are maxima, too."""
     kind, options, keys = WAYS[way]
@@ -269,13 +269,17 @@ def main() -> None:
     options.add_argument("--quantization")
     options.add_argument("--dtype", default="float32")
     options.add_argument("--only", nargs="+", choices=FAMILIES, default=list(FAMILIES))
-    options.add_argument("--limits", nargs="+", choices=SHAPES, help="shapes to set beside limits")
+    options.add_argument(
+        "--limits", nargs="+", choices=SHAPES, help="shapes to compare with the machine's limits"
+    )
     options.add_argument("--ways", nargs="+", choices=WAYS, default=["bfloat16", "int8", "int4"])
     options.add_argument("--layers", type=int, default=4)
     args = options.parse_args()
     if args.limits:
         args.model = " ".join(args.limits)
-        lines = [beside_limits(args, shape, way) for shape in args.limits for way in args.ways]
+        lines = [
+            compare_with_limits(args, shape, way) for shape in args.limits for way in args.ways
+        ]
         record(args, lines)
         return
     if args.model not in SHAPES:

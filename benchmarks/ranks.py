@@ -65,20 +65,22 @@ def main() -> None:
     options.add_argument("--max-tokens", type=int, default=32)
     options.add_argument("--rows", type=int, nargs="+", default=[1, 8])
     args = options.parse_args()
-    with model_options(args) as given:
-        if given.get("load_format") == "dummy":
-            split_heads(Path(given["model"]), args.ranks)
-        given |= {"dtype": "float32", "device": "cpu", "num_kv_blocks": 256, "max_num_seqs": 32}
-        ways = {
-            "one rank": plain_layers(**given),
-            f"{args.ranks} ranks": LLM(**given, tensor_parallel_size=args.ranks),
-            "fused": LLM(**given),
+    with model_options(args) as options:
+        if options.get("load_format") == "dummy":
+            split_heads(Path(options["model"]), args.ranks)
+        options |= {"dtype": "float32", "device": "cpu", "num_kv_blocks": 256, "max_num_seqs": 32}
+        variants = {
+            "one rank": plain_layers(**options),
+            f"{args.ranks} ranks": LLM(**options, tensor_parallel_size=args.ranks),
+            "fused": LLM(**options),
         }
         found = []
         for rows in args.rows:
-            each = {way: decodes(llm, rows, args.max_tokens) for way, llm in ways.items()}
-            found.append(compare(f"decodes, {rows} rows a step", each, args.rounds))
-        for llm in ways.values():
+            each = {
+                variant: decodes(llm, rows, args.max_tokens) for variant, llm in variants.items()
+            }
+            found.append(compare(f"decodes, {rows} rows per step", each, args.rounds))
+        for llm in variants.values():
             llm.close()
     report(args, found)
 

@@ -53,18 +53,18 @@ class Run:
     counts: dict[str, float] = field(default_factory=dict)
 
 
-def compare(name: str, ways: Mapping[str, Callable[[], Run]], rounds: int) -> dict[str, Any]:
+def compare(name: str, variants: Mapping[str, Callable[[], Run]], rounds: int) -> dict[str, Any]:
     """Runs all variants, alternating; compares their times with the first one.
 
     `same_outputs` is the share of outputs, over all rounds, that were equal in all variants.
     """
-    runs: dict[str, list[Run]] = {way: [] for way in ways}
+    runs: dict[str, list[Run]] = {variant: [] for variant in variants}
     for number in range(rounds + 1):
-        for way, run in ways.items():
+        for variant, run in variants.items():
             done = run()
             if number:
-                runs[way].append(done)
-    basis, *others = ways
+                runs[variant].append(done)
+    basis, *others = variants
     equal = [
         all(tokens == first for tokens in rest)
         for each in zip(*runs.values(), strict=True)
@@ -74,16 +74,17 @@ def compare(name: str, ways: Mapping[str, Callable[[], Run]], rounds: int) -> di
         "name": name,
         "rounds": rounds,
         "same_outputs": sum(equal) / len(equal),
-        "counts": {way: each[-1].counts for way, each in runs.items()},
+        "counts": {variant: each[-1].counts for variant, each in runs.items()},
     }
     for what in runs[basis][0].seconds:
-        times = {way: [run.seconds[what] for run in each] for way, each in runs.items()}
+        times = {variant: [run.seconds[what] for run in each] for variant, each in runs.items()}
         ratios = {
-            way: [t / b for t, b in zip(times[way], times[basis], strict=True)] for way in others
+            variant: [t / b for t, b in zip(times[variant], times[basis], strict=True)]
+            for variant in others
         }
         found[what] = {
-            "median_s": {way: statistics.median(values) for way, values in times.items()},
-            "ratio": {way: _spread(values) for way, values in ratios.items()},
+            "median_s": {variant: statistics.median(values) for variant, values in times.items()},
+            "ratio": {variant: _spread(values) for variant, values in ratios.items()},
         }
     return found
 
@@ -100,14 +101,14 @@ def show(found: dict[str, Any]) -> None:
     for what, times in found.items():
         if not isinstance(times, dict) or "median_s" not in times:
             continue
-        for way, seconds in times["median_s"].items():
-            line = f"  {what:<12} {way:<22} {seconds:9.3f} s"
-            if way != basis:
-                r = times["ratio"][way]
+        for variant, seconds in times["median_s"].items():
+            line = f"  {what:<12} {variant:<22} {seconds:9.3f} s"
+            if variant != basis:
+                r = times["ratio"][variant]
                 line += f"   {r['median']:.2f} times {basis} ({r['min']:.2f} to {r['max']:.2f})"
             print(line)
-    for way, counts in found["counts"].items():
-        print(f"  {way}: " + ", ".join(f"{value:,} {key}" for key, value in counts.items()))
+    for variant, counts in found["counts"].items():
+        print(f"  {variant}: " + ", ".join(f"{value:,} {key}" for key, value in counts.items()))
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:

@@ -171,12 +171,12 @@ def comparisons(llm: LLM, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 run = job(
                     llm, replay, texts[: max(args.most_texts, streams)], one_by_one=streams == 1
                 )
-                ways = {
+                variants = {
                     "drafts": lambda run=run: run(proposer()),
                     "none": lambda run=run: run(None),
                     "none again": lambda run=run: run(None),
                 }
-                found = compare(f"{kind}, {streams} at once", ways, args.rounds)
+                found = compare(f"{kind}, {streams} at once", variants, args.rounds)
                 ratio = found["wall"]["ratio"]["none"]
                 print(f"{found['name']}: {ratio['median']:.2f} times as fast", flush=True)
                 yield found
@@ -203,7 +203,7 @@ def row_costs(llm: LLM, args: argparse.Namespace) -> dict[str, Any]:
             if number:
                 seconds[rows] += times[1:]
     medians = {rows: statistics.median(times) for rows, times in seconds.items()}
-    print(f"{'rows':>6}{'ms a step':>12}{'of one row':>12}")
+    print(f"{'rows':>6}{'ms per step':>12}{'of one row':>12}")
     for rows, median in medians.items():
         print(f"{rows:>6}{1e3 * median:12.2f}{median / medians[1]:12.2f}")
     return {"seconds": medians, "of_one_row": {r: s / medians[1] for r, s in medians.items()}}

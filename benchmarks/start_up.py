@@ -93,7 +93,7 @@ def load_round(model: Path) -> dict[str, float]:
     files = sorted(model.glob("*.safetensors"))
     read_s = plain_read_s(files)
     forget(files)
-    taken, printed = run(LOAD, str(model))
+    loaded, printed = run(LOAD, str(model))
     found = json.loads(printed)
     stored = sum(file.stat().st_size for file in files)
     return {
@@ -104,8 +104,8 @@ def load_round(model: Path) -> dict[str, float]:
         "weight_gb": found["weight_bytes"] / 1e9,
         "peak_of_weights": found["peak_bytes"] / found["weight_bytes"],
         "kept_of_weights": found["kept_bytes"] / found["weight_bytes"],
-        "process_wall_s": taken["wall_s"],
-        "process_cpu_s": taken["cpu_s"],
+        "process_wall_s": loaded["wall_s"],
+        "process_cpu_s": loaded["cpu_s"],
     }
 
 

@@ -56,10 +56,10 @@ def timed(llm: LLM, requests: list[WorkItem], schemas: list[dict[str, Any] | Non
             temperature=0,
             max_tokens=count,
             detokenize=False,
-            ignore_eos=wanted is None,
-            structured_outputs=wanted and StructuredOutputs(json=wanted),
+            ignore_eos=schema is None,
+            structured_outputs=schema and StructuredOutputs(json=schema),
         )
-        for (_, count), wanted in zip(requests, schemas, strict=True)
+        for (_, count), schema in zip(requests, schemas, strict=True)
     ]
     outputs = llm.generate([prompt for prompt, _ in requests], params, use_tqdm=False)
     seconds = clock.read()

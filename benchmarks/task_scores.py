@@ -96,19 +96,19 @@ def main() -> None:
     tasks: list[tuple[str, list[dict[str, Any]], list[str], Check]] = []
     if args.human_eval:
         rows = read(args.human_eval)
-        asked = [f"{ASK_CODE}\n\n```python\n{row['prompt']}\n```" for row in rows]
-        tasks.append(("HumanEval", rows, asked, code_passes))
+        prompts = [f"{ASK_CODE}\n\n```python\n{row['prompt']}\n```" for row in rows]
+        tasks.append(("HumanEval", rows, prompts, code_passes))
     if args.gsm8k:
         rows = read(args.gsm8k, args.questions)
-        asked = [f"{row['question']}\n\n{ASK_NUMBER}" for row in rows]
-        tasks.append(("GSM8K", rows, asked, number_is_right))
+        prompts = [f"{row['question']}\n\n{ASK_NUMBER}" for row in rows]
+        tasks.append(("GSM8K", rows, prompts, number_is_right))
     found = []
     for model in args.models:
         path, _, settings = model.partition("@")
         options: dict[str, Any] = dict(one.split("=") for one in settings.split(",") if one)
         with LLM(path, max_model_len=2048, **options) as llm:
-            for name, rows, asked, is_right in tasks:
-                chats = [[{"role": "user", "content": text}] for text in asked]
+            for name, rows, prompts, is_right in tasks:
+                chats = [[{"role": "user", "content": text}] for text in prompts]
                 params = SamplingParams(temperature=0, max_tokens=args.max_tokens)
                 began = time.perf_counter()
                 results = llm.chat(chats, params, use_tqdm=False)

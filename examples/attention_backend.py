@@ -1,4 +1,4 @@
-"""Adds an attention backend, and compares its tokens with those of the naive backend.
+"""Adds an attention backend, and compares its tokens with the naive backend's.
 
     python examples/attention_backend.py
 

@@ -1,10 +1,11 @@
-"""A policy gradient on the demo model: nanoengine samples, transformers has the gradients.
+"""A policy gradient on the demo model: nanoengine samples, transformers computes the gradients.
 
     python examples/policy_gradient.py [ROUNDS]
 
-Each round samples answers, rewards them, takes one step of REINFORCE and gives the new weights to
-the LLM that samples the next ones. The reward is the share of an answer's letters that are an "o",
-so anybody sees whether it learns: it grows from 0.05 to 0.23. 25 rounds take under a minute.
+Each round samples completions, rewards them, takes one step of REINFORCE and loads the new weights
+into the LLM that samples the next ones. The reward is the share of "o" in a completion's letters,
+so it is easy to see that the model learns: it grows from 0.05 to 0.23. 25 rounds take under a
+minute.
 
 Source: Williams, "Simple statistical gradient-following algorithms" (1992), the estimator; its
 baseline here is the mean of a round.
@@ -22,7 +23,7 @@ from nanoengine import LLM, CompletionOutput, SamplingParams
 from nanoengine.assets import demo_model_path
 
 PROMPT = "Once upon a time"
-# Why temperature 1 and no filter: the answers must be drawn from the policy that is trained.
+# Why temperature 1 and no filter: the completions must be samples of the trained policy.
 PARAMS = SamplingParams(n=64, temperature=1.0, max_tokens=24, seed=0)
 
 
@@ -35,7 +36,7 @@ def reward(text: str) -> float:
 def log_probs(
     model: torch.nn.Module, prompt: list[int], answers: list[CompletionOutput]
 ) -> torch.Tensor:
-    """How likely each answer is under the model, the logarithm: [answers]."""
+    """The log-probability of each completion under the model: [completions]."""
     longest = max(len(answer.token_ids) for answer in answers)
     ids = torch.zeros(len(answers), len(prompt) + longest, dtype=torch.int64)
     is_answer = torch.zeros(ids.shape, dtype=torch.bool)
@@ -43,14 +44,14 @@ def log_probs(
         tokens = prompt + list(answer.token_ids)
         ids[row, : len(tokens)] = torch.tensor(tokens)
         is_answer[row, len(prompt) : len(tokens)] = True
-    # Why no mask of padding: it stands behind the answers, where no token of theirs looks.
+    # Why no padding mask: padding is after the completions, and causal attention does not see it.
     scores = model(ids).logits[:, :-1].log_softmax(-1)
     taken = scores.gather(2, ids[:, 1:, None]).squeeze(2)
     return (taken * is_answer[:, 1:]).sum(1)
 
 
 def main(rounds: int) -> list[float]:
-    """Trains; the mean reward of each round."""
+    """Trains; returns the mean reward of each round."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_pretrained(demo_model_path(), dtype=torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-4)

@@ -206,6 +206,11 @@ class LLMMixin:
         *,
         output: str | PathLike[str] | None = None,
         sampling_params: SamplingParams | None = None,
+        prompt_column: str | None = None,
+        template: str | None = None,
+        chat: bool = False,
+        system: str | None = None,
+        trust_row_templates: bool = False,
         **row_options: Any,
     ) -> Any:
         """Answers the rows of a table; returns the same type with columns outputs, usage, error.
@@ -216,15 +221,17 @@ class LLMMixin:
                 row has the simple format of docs/batch.md.
             output: a file of records, from which the same call resumes after a crash.
             sampling_params: for rows that set nothing; None: the model's own, 256 tokens.
-            row_options: prompt_column, template, chat, system and the other fields of
-                `jobs.rows.RowOptions`, like the options of `nanoengine batch`.
+            prompt_column, template, chat, system, trust_row_templates, row_options: fields of
+                `jobs.rows.RowOptions`, as the options of `nanoengine batch`.
 
         Raises:
             RequestError, ConfigError: the source has no supported type; `output` is of another job.
         """
         from nanoengine.jobs.datasets import generate_dataset
 
-        return generate_dataset(self, source, output, sampling_params, row_options)
+        options = {"prompt_column": prompt_column, "template": template, "chat": chat}
+        options |= {"system": system, "trust_row_templates": trust_row_templates, **row_options}
+        return generate_dataset(self, source, output, sampling_params, **options)
 
     def embed(self, prompts: Any, **options: Any) -> list[EmbeddingRequestOutput]:
         """One vector per prompt, `outputs.embedding`; docs/embedding.md describes the pooling.

@@ -89,7 +89,7 @@ assert main(["generate", "demo", "--prompt", "Long ago", *greedy]) == 0
 sys.stdin = io.TextIOWrapper(io.BytesIO(b"Long ago\\n"))
 assert main(["chat", "demo", *greedy]) == 0
 batch = ["batch", "demo", "my rows.csv", "--output", "my answers.jsonl", "--errors", "errors.jsonl"]
-batch += ["--template", "{{ text }}", "--in-order", *greedy]
+batch += ["--template", "{{ text }}", "--sort-output", *greedy]
 assert main(batch) == 1
 assert main([*batch, "--retry-errors"]) == 1
 assert main([*batch, "--restart"]) == 1
@@ -142,7 +142,7 @@ def test_the_grace_period_ends_without_sigalrm(monkeypatch):
             for _ in range(1000):
                 time.sleep(0.01)
     assert ended.value.code == 128 + signal.SIGINT
-    assert signals.caught == signal.SIGINT and signal.getsignal(signal.SIGINT) is usual
+    assert signals.signal_number == signal.SIGINT and signal.getsignal(signal.SIGINT) is usual
 
 
 def test_a_template_times_out_without_sigalrm(monkeypatch, tmp_path):
@@ -167,7 +167,7 @@ def test_a_log_may_be_moved_while_it_stays_locked(tmp_path):
     """As `--restart` does. Windows can't move an open file."""
     log = RecordLog(tmp_path / "out.jsonl")
     log.append(b'{"_row": 0}\n')
-    with log.put_down():
+    with log.file_closed():
         (tmp_path / "out.jsonl").rename(tmp_path / "out.1.jsonl")
         with pytest.raises(ConfigError, match="by another process"):
             RecordLog(tmp_path / "out.jsonl")

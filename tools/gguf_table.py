@@ -1,8 +1,8 @@
-"""Prints how exact GGUF files are read, which docs/gguf.md sums up: `python tools/gguf_table.py`.
+"""Prints the accuracy of GGUF files, which docs/gguf.md summarizes: `python tools/gguf_table.py`.
 
-Each architecture and each type is a tiny GGUF file with random weights, written as llama.cpp's
-converter does (`tests/support/gguf_files.py`). Its logits are compared with those of transformers
-on the numbers in the file: the largest difference, with the activations as they are.
+Each architecture and each type is a tiny GGUF file with random weights, written as by llama.cpp's
+converter (`tests/support/gguf_files.py`). Its logits are compared with transformers' logits for the
+values in the file: the largest difference, without quantization of the activations.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.support.model_helpers import transformers_logits
 
 
 def difference(family: str, option: str | None, **how: Any) -> tuple[str, float]:
-    """The architecture that the file names, and how far its logits are off."""
+    """The architecture in the file, and the largest difference of its logits."""
     fields = how.pop("fields", {})
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "m.gguf")
@@ -47,7 +47,7 @@ def main() -> None:
         try:
             how = {**overrides, "fields": fields, "types": of_type("Q8_0")}
             blocks = f"{difference(family, 'gguf_weight_only', **how)[1]:.0e}"
-        except QuantError:  # this tiny model has rows that are no multiple of 32
+        except QuantError:  # this tiny model has rows whose length is not a multiple of 32
             blocks = ""
         print(f"| {named} | {case} | {plain:.0e} | {blocks} |")
     print("\n| type | largest difference |\n|---|---|")

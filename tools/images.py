@@ -1,8 +1,8 @@
-"""Pictures for the docs: `make images` records a run of the demo model and draws it anew.
+"""Pictures for the docs: `make images` records a run of the demo model and draws it again.
 
-The run has a bit of everything that a page shows: prompts that share a passage, two samples of one
-prompt, chunks, a pool that is too small for all, and a tier below it. Its times are those of the
-machine that drew it. Needs the extra `browser`, and chromium from the system.
+The run has an example of everything that a page shows: prompts with a common passage, two samples
+of one prompt, chunks, a pool that is too small for all, and a tier. Its times are from the machine
+that drew it. Needs the extra `browser`, and chromium from the system.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from playwright.sync_api import Browser, sync_playwright
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-# Why one thread: two would wait for each other on a busy machine, and the picture would show that.
+# Why one thread: on a busy machine two would wait for each other, which the picture would show.
 os.environ |= {"OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}
 
 from example import PASSAGE, QUESTIONS  # noqa: E402
@@ -27,9 +27,9 @@ from nanoengine.cli.main import main as nanoengine  # noqa: E402
 from tests.support.browser import start_chromium  # noqa: E402
 
 IMAGES = ROOT / "docs" / "images"
-MOST_BYTES = 200_000
+MAX_IMAGE_BYTES = 200_000
 SHOTS = {
-    # name: width, height, dark, what the address asks for, and what is done then
+    # name: width, height, dark, fragment of the address, and actions after loading
     "viewer": (1440, 900, False, "#step=11&block=2", ""),
     "viewer-dark": (1440, 900, True, "#step=62&sequence=4", ""),
     "viewer-phone": (390, 844, False, "#step=62", "side.scrollIntoView()"),
@@ -60,12 +60,12 @@ def record(trace: Path) -> None:
     with LLM(demo_model_path(), **options) as llm:
         llm.generate("Once", SamplingParams(max_tokens=2), use_tqdm=False)  # compiles kernels
     with LLM(demo_model_path(), trace=trace, **options) as llm:
-        asked = [f"{PASSAGE}\n\nQuestion: {question}\nAnswer:" for question in QUESTIONS]
-        told = [f"Once upon a time, there was a little {who}" for who in
+        questions = [f"{PASSAGE}\n\nQuestion: {question}\nAnswer:" for question in QUESTIONS]
+        stories = [f"Once upon a time, there was a little {name}" for name in
                 ("fox", "bear", "rabbit", "owl", "mouse", "cat")]  # fmt: skip
         params = [SamplingParams(temperature=0, max_tokens=96)] * 12
         params[3] = SamplingParams(n=2, temperature=0.8, seed=7, max_tokens=72)
-        prompts = [one for pair in zip(told, asked, strict=True) for one in pair]
+        prompts = [one for pair in zip(stories, questions, strict=True) for one in pair]
         llm.generate(prompts, params, use_tqdm=False)
 
 
@@ -84,8 +84,8 @@ def shoot(browser: Browser, html: Path, name: str) -> None:
     tab.screenshot(path=path)
     tab.close()
     size = path.stat().st_size
-    if size > MOST_BYTES:
-        sys.exit(f"{path} has {size:,} bytes, more than {MOST_BYTES:,}")
+    if size > MAX_IMAGE_BYTES:
+        sys.exit(f"{path} has {size:,} bytes, more than {MAX_IMAGE_BYTES:,}")
     print(f"{path.relative_to(ROOT)}: {size / 1e3:.0f} kB")
 
 

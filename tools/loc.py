@@ -1,8 +1,8 @@
-"""Count what there is to read: `python tools/loc.py`, or `make loc`.
+"""Counts the code: `python tools/loc.py`, or `make loc`.
 
-A code line holds a token that is neither comment nor docstring. Tokens a line tell dense code from
-plain code: about 8 is easy reading. A string counts as one token, an f-string too, so that all
-Python versions count alike.
+A code line has a token that is neither comment nor docstring. The number of tokens per line
+measures the density of code: about 8 is easy to read. A string counts as one token, also an
+f-string, so that all Python versions count equally.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def _scan(source: str) -> tuple[set[int], int]:
         if piece.type in IGNORED or piece.start[0] in docstrings:
             continue
         lines.update(range(piece.start[0], piece.end[0] + 1))
-        kind = token.tok_name[piece.type]  # Why by name: Python 3.11 has no f-string tokens.
+        kind = token.tok_name[piece.type]  # Why by token name: Python 3.11 has no f-string tokens.
         depth -= kind == "FSTRING_END"
         count += depth == 0 and kind != "FSTRING_END"
         depth += kind == "FSTRING_START"
@@ -70,7 +70,8 @@ def _scan(source: str) -> tuple[set[int], int]:
 
 
 def _docstring_lines(source: str) -> set[int]:
-    """Lines of strings that stand alone: docstrings of modules, classes, functions and fields."""
+    """Lines of strings that are statements: docstrings of modules, classes, functions and
+    fields."""
     return {
         line
         for node in ast.walk(ast.parse(source))
@@ -82,7 +83,7 @@ def _docstring_lines(source: str) -> set[int]:
 
 
 def _group(path: Path) -> str:
-    """The folder that a file is counted with: two levels deep in the package, one elsewhere."""
+    """The folder that a file is counted with: two levels deep in the package, otherwise one."""
     depth = 2 if path.parts[0] == "nanoengine" else 1
     return "/".join(path.parts[:-1][:depth]) or "."
 
@@ -103,7 +104,7 @@ def _add(sizes: list[Size]) -> Size:
 
 
 def main() -> None:
-    """Prints files by group, the groups' sums, and the whole package."""
+    """Prints files by group, the groups' sums, and the sum of the package."""
     groups: dict[str, dict[Path, Size]] = defaultdict(dict)
     for path in _files():
         groups[_group(path)][path] = measure((ROOT / path).read_text(encoding="utf-8"))

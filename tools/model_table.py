@@ -1,10 +1,10 @@
 """Tries every causal model type of the installed transformers, and writes the table of
 docs/models.md: python tools/model_table.py [TYPE ...]
 
-For each type whose config is taken here, it makes a tiny random checkpoint with transformers, loads
+For each type whose config is supported, it makes a tiny random checkpoint with transformers, loads
 it in float64, and compares the most likely token at each position of three prompts. A type that
-transformers can't configure in this size is listed as such. tests/docs/test_model_table.py holds
-the committed table to the families that are supported.
+transformers can't configure in this size is listed as such. tests/docs/test_model_table.py compares
+the committed table with the supported families.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ KNOWN = {
     getattr(transformers, kind).model_type: name for name, (kind, _) in checkpoints.FAMILIES.items()
 }
 KNOWN |= {"gpt-sw3": "gpt2"}
-"""Model type -> the tests' family of it, whose config shows more of it than common sizes do."""
+"""Model type -> the tests' family of it, whose config covers more features than common sizes do."""
 
 
 def tried(model_type: str, architecture: str) -> str:
-    """What comes of a tiny checkpoint of this type: "equal", or why not.
+    """The result for a tiny checkpoint of this type: "equal", or why not.
 
-    A config alone shows what is refused, since nothing else is looked at then.
+    An unsupported type is recognized by its config alone.
     """
     name = KNOWN.get(model_type, model_type)
     try:
@@ -75,9 +75,8 @@ def tried(model_type: str, architecture: str) -> str:
 
 
 def table(rows: dict[str, tuple[str, str]]) -> str:
-    """Markdown of model type -> (architecture, result): the types of each result. An architecture
-    is named where a type is equal; that of an unsupported one is left out of its result.
-    """
+    """Markdown of model type -> (architecture, result): the types with each result. Architectures
+    are listed for equal types; an unsupported architecture is removed from its result."""
     types: dict[str, list[str]] = {"equal": []}
     for kind, (architecture, result) in rows.items():
         name = f"`{kind}` {architecture}" if result == "equal" else f"`{kind}`"
@@ -93,9 +92,9 @@ def main() -> None:
     names = dict(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
     multimodal = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
     names |= {kind: multimodal[kind] for kind in KNOWN if kind in multimodal}
-    wanted = sys.argv[1:] or sorted(names)
+    types = sys.argv[1:] or sorted(names)
     rows = {}
-    for model_type in wanted:
+    for model_type in types:
         architecture = names[model_type]
         architecture = architecture if isinstance(architecture, str) else architecture[-1]
         architecture = ARCHITECTURE_OVERRIDES.get(model_type, architecture)

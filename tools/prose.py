@@ -37,11 +37,11 @@ WORDS = {
 """Entry -> pattern. Most of these words have an English use too, so the limits are not 0."""
 
 LIMITS = {"package": 1.0, "docs": 0.4, "tests": 2.2}
-"""Matches per 1,000 words. These numbers only go down."""
+"""Matches per 1,000 words. These limits may only decrease."""
 
 
 def prose(path: Path) -> Iterator[tuple[int, str]]:
-    """The lines of prose of a file with their numbers: of Python, comments and strings of several
+    """The lines of prose of a file with their numbers: in Python, comments, and strings of several
     words."""
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".md":
@@ -61,10 +61,10 @@ def group_of(path: Path) -> str:
 
 
 def main() -> None:
-    wanted = sys.argv[1] if len(sys.argv) > 1 else None
+    listed = sys.argv[1] if len(sys.argv) > 1 else None
     patterns = {word: re.compile(rf"\b(?:{text})\b", re.IGNORECASE) for word, text in WORDS.items()}
-    if wanted is not None and wanted not in patterns:
-        sys.exit(f"{wanted!r} is not in the table; choose from {', '.join(patterns)}")
+    if listed is not None and listed not in patterns:
+        sys.exit(f"{listed!r} is not in the table; choose from {', '.join(patterns)}")
     files = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
     files += [path for group in ("nanoengine", "tests") for path in (ROOT / group).rglob("*.py")]
     found: dict[str, Counter[str]] = {group: Counter() for group in LIMITS}
@@ -78,9 +78,9 @@ def main() -> None:
             for word, pattern in patterns.items():
                 matches = len(pattern.findall(line))
                 found[group][word] += matches
-                if matches and word == wanted:
+                if matches and word == listed:
                     print(f"{name}:{number}: {line.strip()}")
-    if wanted is not None:
+    if listed is not None:
         return
     failed = False
     for group, limit in LIMITS.items():

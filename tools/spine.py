@@ -1,15 +1,17 @@
-"""What one prompt meets: `python tools/spine.py`; `make loc` prints it below all files.
+"""The code on the path of one prompt: `python tools/spine.py`; `make loc` prints it below all
+files.
 
 The *spine* is what a reader must know to follow one prompt through Qwen3 on the naive backend: the
-files of which a plain greedy `generate` calls a function, once the model is loaded. Two measures
-say how straight it is:
+files with functions that a plain greedy `generate` calls, after the model is loaded. Two measures
+say how direct it is:
 
-    share   of the spine's code lines, those in functions that this run executes; the others wait
-            for options, or are no code that a call runs: imports, signatures, fields
+    share   of the spine's code lines, the ones in functions that this run executes; the others are
+            for options, or are not executed in a call: imports, signatures, fields
     decode  one decode step outside of the model: calls of the package's functions, how often the
-            next call is in another file, and how often that file had been left before
+            next call is in another file, and how often this file had been left before
 
-Both are taken in a process of its own, with `sys.settrace`. `--root DIR` measures another checkout.
+Both are measured in a separate process, with `sys.settrace`. `--root DIR` measures another
+checkout.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ sys.path.insert(0, str(ROOT / "tools"))
 from loc import code_lines  # noqa: E402
 
 MODEL = ("models", "layers", "attention", "kernels")
-"""Rooms of the package whose calls are inside of the model."""
+"""Packages whose calls are inside the model."""
 
 RUN = """
 import json, os, sys
@@ -74,7 +76,7 @@ json.dump([{{f: sorted(n) for f, n in lines.items()}}, sorted(called), calls], s
 
 
 class SpineFile(NamedTuple):
-    """A file of the spine: its code lines, and those of them that the run executes."""
+    """A file of the spine: its code lines, and the number of them that the run executes."""
 
     path: str
     lines: int
@@ -90,7 +92,7 @@ class Decode(NamedTuple):
 
 
 class Spine(NamedTuple):
-    """What one prompt meets."""
+    """The code on the path of one prompt."""
 
     files: list[SpineFile]
     decode: Decode
@@ -102,18 +104,18 @@ class Spine(NamedTuple):
 
     @property
     def share(self) -> float:
-        """The part of them that the run executes."""
+        """The share of them that the run executes."""
         return sum(file.run for file in self.files) / self.lines
 
 
 def executed(source: str, line_numbers: set[int]) -> set[int]:
-    """Code lines of the statements in functions that have one of these lines; of a compound one,
-    those of its head.
+    """Code lines of the statements in functions that have one of these lines; for a compound
+    statement, only the lines of its head.
 
-    Why: Python names one line of a statement that stands on several.
+    Why: Python reports one line of a statement with several lines.
 
-    >>> sorted(executed("def f():\\n  if (a\\n    or b):\\n    c = 1\\n  return 2", {2, 5}))
-    [2, 3, 5]
+        >>> sorted(executed("def f():\\n  if (a\\n    or b):\\n    c = 1\\n  return 2", {2, 5}))
+        [2, 3, 5]
     """
     found: set[int] = set()
     functions = [n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.FunctionDef)]
@@ -130,7 +132,7 @@ def executed(source: str, line_numbers: set[int]) -> set[int]:
 
 
 def trace(root: Path) -> tuple[dict[str, list[int]], list[str], list[tuple[str, str]]]:
-    """Lines run by file, files of which a function is called, and the calls of a decode step."""
+    """Executed lines by file, files with called functions, and the calls of a decode step."""
     done = subprocess.run(
         [sys.executable, "-c", RUN.format(root=str(root))],
         stdout=subprocess.PIPE,
@@ -155,9 +157,9 @@ def measure(root: Path = ROOT) -> Spine:
 
 
 def outside_of_model(calls: list[tuple[str, str]], root: Path) -> list[tuple[str, str]]:
-    """The calls whose function is in no room of the model."""
-    rooms = tuple(str(root / "nanoengine" / room) + os.sep for room in MODEL)
-    return [call for call in calls if not call[0].startswith(rooms)]
+    """The calls outside the model's packages."""
+    packages = tuple(str(root / "nanoengine" / package) + os.sep for package in MODEL)
+    return [call for call in calls if not call[0].startswith(packages)]
 
 
 def decode_of(files: list[str]) -> Decode:

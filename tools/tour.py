@@ -1,8 +1,8 @@
 """Runs the exercises of docs/tour.md that the reader has started: `python tools/tour.py`
 
 An exercise has started if its file no longer contains the line that the page shows with a minus.
-The tool runs all examples of the page up to the exercise's question, and prints the output that the
-page shows next to the new output. It needs only what `make demo` installs.
+The tool runs all examples of the page up to the exercise's question, and prints the output that
+the page shows next to the new output. It needs only what `make demo` installs.
 """
 
 from __future__ import annotations

@@ -147,11 +147,12 @@ def build_model(seed: int) -> Qwen3ForCausalLM:
 def look_back(model: Qwen3ForCausalLM) -> None:
     """Starts the first two layers as induction heads, which find what followed the same words.
 
-    Layer 0 writes short names of the two tokens before beside each token. In layer 1 two heads find
-    the place that follows the current two tokens, anywhere, and two find a recent one that follows
-    the current token; all copy what stands there. Random weights take far longer to find this than
-    two cores have. Source: Olsson et al. 2022, "In-context Learning and Induction Heads" (arXiv
-    2209.11895), for the mechanism; how the weights are set is ours.
+    Layer 0 writes short codes of the two preceding tokens into the state of each token. In layer 1
+    two heads find the position that follows the current two tokens, anywhere, and two find a recent
+    position that follows the current token; all copy the token at that position. With random
+    weights, this takes far longer to learn than two cores can compute. Source: Olsson et al. 2022,
+    "In-context Learning and Induction Heads" (arXiv 2209.11895), for the mechanism; the values of
+    the weights are our own.
 
         dimensions   0 .. 127 the token   128 .. 157 one back   158 .. 187 two back   191 constant
     """
@@ -161,15 +162,15 @@ def look_back(model: Qwen3ForCausalLM) -> None:
     embedding.normal_(0, scale)
     embedding[:, 128:] *= 0.02
     embedding[:, constant] = scale
-    name = torch.linalg.qr(torch.randn(128, rank))[0].T  # [rank, 128]: a short name of a token
+    name = torch.linalg.qr(torch.randn(128, rank))[0].T  # [rank, 128]: a short code of a token
     turn = model.config.rope_parameters["rope_theta"] ** (-torch.arange(32) / 32)
     first, second = (model.model.layers[i].self_attn for i in (0, 1))
     for projection in (*first.children(), *second.children()):
         if isinstance(projection, torch.nn.Linear):
             projection.weight *= 0.1
 
-    # Layer 0: keys are one constant direction, queries the same turned back by one place (heads 0
-    # and 1) or two; only the fast pairs of the rotary embedding tell neighbours apart.
+    # Layer 0: keys are one constant direction, queries the same rotated back by one position
+    # (heads 0 and 1) or two; only the fast pairs of RoPE distinguish neighbouring positions.
     fast = (torch.arange(32) < 10).float()
     first.q_proj.weight.zero_()
     first.k_proj.weight.zero_()
@@ -183,8 +184,8 @@ def look_back(model: Qwen3ForCausalLM) -> None:
     first.q_norm.weight.fill_(3.0)
     first.k_norm.weight.fill_(3.0)
 
-    # Layer 1: names are compared in pairs that turn slowly enough to match over hundreds of tokens;
-    # a constant in faster pairs makes near places likelier.
+    # Layer 1: codes are compared in pairs that rotate slowly enough to match over hundreds of
+    # tokens; a constant in faster pairs makes near positions more likely.
     slow = torch.zeros(64, rank)
     slow[torch.cat((torch.arange(17, 32), torch.arange(49, 64))), torch.arange(rank)] = 1
     near = torch.zeros(64)
@@ -285,7 +286,9 @@ def train(args: argparse.Namespace) -> None:
         if values.any():
             hits = (logits[values].argmax(-1) == targets[values]).float().mean().item()
             accuracy += 0.05 * (hits - accuracy)
-        if accuracy > 0.88 and longest < LONGEST:  # what is short is known: go on to longer ones
+        if (
+            accuracy > 0.88 and longest < LONGEST
+        ):  # short passages are learned: continue with longer ones
             longest, accuracy = min(LONGEST, longest * 2), 0.5
         step += 1
         seen += batch[0].numel()
@@ -359,7 +362,7 @@ def complete(model, tokenizer, prompt: str, limit: int) -> str:
 
 
 def write_recall(path: Path, tokenizer: Tokenizer) -> None:
-    """Write the 200 held-out questions, one JSON object a line."""
+    """Write the 200 held-out questions, one JSON object per line."""
     with path.open("w") as file:
         for case in recall_questions(seed=2, count=200):
             row = {

@@ -227,10 +227,10 @@ def run_rounds(
         if number and started - began + longest > 60 * args.minutes:
             break
         first = number % len(entries)
-        turns = (*entries[first:], *entries[:first])
-        for entry, count in product(turns, dict.fromkeys((0, args.beside))):
+        order = (*entries[first:], *entries[:first])
+        for entry, count in product(order, dict.fromkeys((0, args.beside))):
             names = ["G"] * (number == count == 0) + args.workloads
-            what = f"round {number} {entry.label}{f' beside {count}' if count else ''}"
+            title = f"round {number} {entry.label}{f' with {count} busy' if count else ''}"
             for attempt in range(1 + args.retries):
                 if entry.label in failed or not names:
                     break
@@ -238,7 +238,7 @@ def run_rounds(
                 before = time.monotonic()
                 with busy_processes(count, args.timeout + 60) as beside:
                     new, error = run_entry(entry, names, args, 10 * number + attempt, beside)
-                print(f"{what}: {time.monotonic() - before:.0f} s in all",
+                print(f"{title}: {time.monotonic() - before:.0f} s in all",
                       file=sys.stderr, flush=True)  # fmt: skip
                 if error:
                     failed[entry.label] = error
@@ -247,7 +247,7 @@ def run_rounds(
                     line |= {"valid": report.is_valid(line)} if line["workload"] != "G" else {}
                     speed = line.get("output_tok_s", "greedy ids")
                     mark = "" if line.get("valid", True) else " (disturbed)"
-                    print(f"{what} {line['workload']}: {speed}{mark}", file=sys.stderr, flush=True)
+                    print(f"{title} {line['workload']}: {speed}{mark}", file=sys.stderr, flush=True)
                 lines += new
                 names = [line["workload"] for line in new if not line.get("valid", True)]
         done, longest = number + 1, max(longest, time.monotonic() - started)
@@ -320,7 +320,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         def split(text: str) -> list[str]:
             names = [letter + word for word in text.split(",")]
             if wrong := [name[1:] for name in names if not is_workload(name)]:
-                raise argparse.ArgumentTypeError(f"{wrong} are no numbers from 1 on")
+                raise argparse.ArgumentTypeError(f"{wrong} must be numbers of at least 1")
             return names
 
         return split
@@ -332,7 +332,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         nargs="+",
         help="GGUF files of one folder and one shape, in place of --model and --quantization",
     )
-    add("--converted", type=Path, help="directory of its conversions; default: beside it")
+    add(
+        "--converted", type=Path, help="directory of its conversions; default: the parent directory"
+    )
     add("--envs", type=Path, help="directory of the peers' environments: ov, vllm, lcpp")
     add("--peers", type=listed(tuple(PEERS)), default=list(PEERS))
     add("--quantization", type=listed(("none", "int8", "int4")), default=["none", "int8", "int4"])
@@ -346,12 +348,17 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         type=listed(("W1", "W2", "W3")),
         help="default: all three; none with --batches or --contexts",
     )
-    add("--batches", type=sized("B"), default=[], help="so many equal requests, as 1,8,32,128,256")
+    add(
+        "--batches",
+        type=sized("B"),
+        default=[],
+        help="numbers of equal requests, such as 1,8,32,128,256",
+    )
     add(
         "--contexts",
         type=sized("T"),
         default=[],
-        help="tokens of one prompt, to its first token, as 1024,4032,16320",
+        help="prompt lengths for TTFT, such as 1024,4032,16320",
     )
     add(
         "--scale",
@@ -361,8 +368,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     )
     add("--rounds", type=int, default=3)
     add("--threads", type=int, default=os.cpu_count())
-    add("--beside", type=int, default=0, help="measure also beside so many busy processes")
-    add("--minutes", type=float, default=10, help="begin no round that would end later than this")
+    add("--beside", type=int, default=0, help="also measure with this many busy processes")
+    add("--minutes", type=float, default=10, help="start no round that would end later than this")
     add("--timeout", type=int, default=600, help="seconds of one process")
     add("--quiet-wait", type=float, default=60, help="seconds to wait for a quiet machine")
     add("--retries", type=int, default=1, help="how often a disturbed run is repeated")
@@ -388,7 +395,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     sizes = args.batches + args.contexts
     args.workloads = (args.workloads or ([] if sizes else ["W1", "W2", "W3"])) + sizes
     if args.beside < 0:
-        parser.error(f"--beside: no fewer than 0 processes, got {args.beside}")
+        parser.error(f"--beside must be at least 0, got {args.beside}")
     if args.json and not args.json.absolute().parent.is_dir():
         parser.error(f"--json: the directory of {args.json} does not exist")
     return args

@@ -136,7 +136,7 @@ def main(
 
 def _workload(name: str) -> str:
     if not is_workload(name):
-        raise argparse.ArgumentTypeError(f"{name!r} is no workload")
+        raise argparse.ArgumentTypeError(f"{name!r} is not a workload")
     return name
 
 
@@ -158,18 +158,18 @@ def measure(
     seconds = time.perf_counter() - started
     after = time.process_time(), seconds_of(beside), busy_seconds()
     own, meant, busy = (b - a for a, b in zip(before, after, strict=True))
-    wanted, got = [count for _, count in requests], [len(ids) for ids in outputs]
-    if got != wanted:
-        sys.exit(f"{name}: output lengths {got}, asked for {wanted}")
+    expected, got = [count for _, count in requests], [len(ids) for ids in outputs]
+    if got != expected:
+        sys.exit(f"{name}: output lengths {got}, expected {expected}")
     if name == "G":
         return {"workload": name, "ids": [list(map(int, ids)) for ids in outputs]}
     return {
         "workload": name,
         "requests": len(requests),
         "prompt_tokens": sum(len(prompt) for prompt, _ in requests),
-        "output_tokens": sum(wanted),
+        "output_tokens": sum(expected),
         "seconds": round(seconds, 4),
-        "output_tok_s": float(f"{sum(wanted) / seconds:.5g}"),
+        "output_tok_s": float(f"{sum(expected) / seconds:.5g}"),
         "own_cores": round(own / seconds, 2),
         "beside_cores": round(meant / seconds, 2),
         "other_cores": round(max(0.0, busy - own - meant) / seconds, 2),

@@ -185,16 +185,16 @@ def agreement(lines: Iterable[Line]) -> dict[str, Any] | None:
     if not floats:
         return None
     reference = "transformers float32" if "transformers float32" in floats else floats[0]
-    wanted = [token for answer in ids[reference] for token in answer]
+    expected = [token for answer in ids[reference] for token in answer]
     same = {
-        label: sum(a == b for a, b in zip(wanted, (t for x in given for t in x), strict=True))
-        for label, given in ids.items()
+        label: sum(a == b for a, b in zip(expected, (t for x in answers for t in x), strict=True))
+        for label, answers in ids.items()
     }
     return {
         "reference": reference,
-        "tokens": len(wanted),
+        "tokens": len(expected),
         "same": same,
-        "float32_differ": [label for label in floats if same[label] < len(wanted)],
+        "float32_differ": [label for label in floats if same[label] < len(expected)],
     }
 
 
@@ -300,8 +300,8 @@ def _beside(report: dict[str, Any]) -> list[str]:
     rows = [row for row in report["rows"] if "beside" in row]
     if not rows:
         return []
-    text = ["", f"| beside {report['beside']} busy | precision | peer | quiet | beside | kept"
-            " | nanoengine is, quiet | beside |", "|---" * 8 + "|"]  # fmt: skip
+    text = ["", f"| with {report['beside']} busy | precision | peer | quiet | busy | kept"
+            " | nanoengine is, quiet | busy |", "|---" * 8 + "|"]  # fmt: skip
     for row in rows:
         both, kept = (row, row["beside"]), row["beside"]["kept"]
         ratios = [each.get("over_best_peer", each["nanoengine_is"]) for each in both]

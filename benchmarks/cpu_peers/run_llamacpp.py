@@ -35,15 +35,15 @@ def start(options: Options) -> Loaded:
     if not model:
         raise SystemExit(f"llama.cpp can't load {options.converted_file(FILES).name}")
     vocab_size = lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(model))
-    wanted = lib.llama_context_default_params()
-    wanted.n_ctx = options.tokens + 256
-    wanted.n_batch, wanted.n_ubatch = BATCH_TOKENS, 512
-    wanted.n_seq_max = options.batch
-    wanted.n_threads = wanted.n_threads_batch = options.threads
-    wanted.kv_unified = True
+    params = lib.llama_context_default_params()
+    params.n_ctx = options.tokens + 256
+    params.n_batch, params.n_ubatch = BATCH_TOKENS, 512
+    params.n_seq_max = options.batch
+    params.n_threads = params.n_threads_batch = options.threads
+    params.kv_unified = True
     if options.quantization == "none":
-        wanted.type_k = wanted.type_v = GGML_TYPE_F32
-    context = lib.llama_init_from_model(model, wanted)
+        params.type_k = params.type_v = GGML_TYPE_F32
+    context = lib.llama_init_from_model(model, params)
     memory = lib.llama_get_memory(context)
     batch = lib.llama_batch_init(BATCH_TOKENS, 0, 1)
 

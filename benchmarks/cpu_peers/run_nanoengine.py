@@ -15,12 +15,12 @@ def start(options: Options) -> Loaded:
     from nanoengine import LLM, SamplingParams
 
     quantization, model = options.quantization, options.model
-    asked = {"none": {"dtype": "float32"}, "default": {}}.get(
+    settings = {"none": {"dtype": "float32"}, "default": {}}.get(
         quantization, {"dtype": "float32", "quantization": quantization}
     )
     if harness.is_gguf(quantization):
-        asked, model = {}, options.converted_file({})
-    llm = LLM(model, device="cpu", **asked)
+        settings, model = {}, options.converted_file({})
+    llm = LLM(model, device="cpu", **settings)
     info = llm.engine.info
 
     def generate(requests: list[WorkItem]) -> list[list[int]]:
@@ -32,10 +32,10 @@ def start(options: Options) -> Loaded:
         return [list(output.outputs[0].token_ids) for output in outputs]
 
     # Why from the bytes: weights may stay in 16 bits and be multiplied in float32.
-    held = 16 if info.weight_bytes < 3 * info.num_parameters else 32
+    bits = 16 if info.weight_bytes < 3 * info.num_parameters else 32
     if harness.is_gguf(quantization):
-        held = options.stored_bits(info.num_parameters)
-    body, head = BITS.get(quantization, (held, held))
+        bits = options.stored_bits(info.num_parameters)
+    body, head = BITS.get(quantization, (bits, bits))
     return Loaded(
         generate=generate,
         version=nanoengine.__version__,

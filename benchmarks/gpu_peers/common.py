@@ -77,14 +77,14 @@ def run(
         started = clock()
         outputs = engine.generate(items)
         seconds = clock() - started
-        wanted = [item.max_tokens for item in items]
-        if [len(ids) for ids in outputs] != wanted:
-            raise RuntimeError(f"{sum(map(len, outputs))} output tokens, not {sum(wanted)}")
+        expected = [item.max_tokens for item in items]
+        if [len(ids) for ids in outputs] != expected:
+            raise RuntimeError(f"{sum(map(len, outputs))} output tokens, not {sum(expected)}")
         line |= {
             "input_tokens": sum(len(item.prompt_token_ids) for item in items),
-            "output_tokens": sum(wanted),
+            "output_tokens": sum(expected),
             "seconds": seconds,
-            "output_tokens_per_s": sum(wanted) / seconds,
+            "output_tokens_per_s": sum(expected) / seconds,
             "copy_gbs": (bandwidth or copy_bandwidth)(),
         }
     except ImportError as error:

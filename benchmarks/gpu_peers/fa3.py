@@ -99,7 +99,7 @@ def compare(
     for context in contexts:
         for batch in batches:
             kv_bytes = batch * context * entry
-            layers = min(kernels.MOST_LAYERS, -(-kernels.ROTATED_BYTES // kv_bytes))
+            layers = min(kernels.MAX_LAYERS, -(-kernels.ROTATED_BYTES // kv_bytes))
             inputs = make_inputs(
                 [(1, context)] * batch, heads=heads, block_size=BLOCK_SIZE, dtype=torch.bfloat16,
                 device=device, layers=layers, max_seq_len=context,
@@ -128,7 +128,7 @@ def main() -> None:
     try:
         attends["fa3"] = fa3()
     except ImportError as error:
-        print(f"FlashAttention-3 is left out: {error}")
+        print(f"FlashAttention-3 is skipped: {error}")
     copy_gbs = common.copy_bandwidth()
     print(f"{torch.cuda.get_device_name()}, copy {copy_gbs:,.0f} GB/s")
     rows = []

@@ -33,7 +33,9 @@ def load(model: str) -> Engine:
 def main() -> None:
     """Prints the JSON line."""
     parser = arguments(__doc__)
-    parser.add_argument("--one-process", action="store_true", help="the core beside the front end")
+    parser.add_argument(
+        "--one-process", action="store_true", help="the core in the process of the front end"
+    )
     args = parser.parse_args()
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if args.one_process else "1"
     run(args, lambda: load(args.model))

@@ -96,7 +96,7 @@ def drop_screen(llm: LLM) -> str:
     """Computes all logits of greedy tokens: the head loses its int8 copy."""
     head = llm.engine.executor.model.lm_head.method  # type: ignore[attr-defined]
     if getattr(head, "values", None) is None:
-        return "this head has no screen: it is smaller than 16 MiB, or not in float32 on a CPU"
+        return "this head has no int8 bound: it is smaller than 16 MiB, or not in float32 on a CPU"
     vars(head)["values"] = None  # Why vars: `pin` has copied the buffers of modules into it.
     return ""
 
@@ -265,7 +265,7 @@ def require_equal_tokens(report: dict[str, Any]) -> None:
         if s.get("same_tokens") and s["different_requests"]
     ]
     if broken:
-        raise NanoEngineError(f"other tokens than the base's, which must not be: {broken}")
+        raise NanoEngineError(f"tokens that differ from the base's, but must be equal: {broken}")
 
 
 def format_report(report: dict[str, Any]) -> str:

@@ -43,9 +43,9 @@ def operations(kind: str) -> int:
     return 2 * CHAINS * bits // numbers
 
 
-def write_products(builder, isa: ISA, kind: str, line, turns) -> None:
-    """Writes `turns` iterations of the products of the first two vectors at `line`, each added to
-    one of the following vectors.
+def write_products(builder, isa: ISA, kind: str, line, iterations) -> None:
+    """Writes `iterations` iterations of the products of the first two vectors at `line`, each
+    added to one of the following vectors.
 
     Args:
         kind: "float" (of the type that `line` points to), "bfloat16" or "int8".
@@ -56,7 +56,7 @@ def write_products(builder, isa: ISA, kind: str, line, turns) -> None:
     operand = floats if kind == "float" else words
     sums = words if kind == "int8" else floats
 
-    def place(i: int, vector: ir.Type):
+    def pointer(i: int, vector: ir.Type):
         pointer = builder.gep(line, [ir.IntType(64)(i * floats.count)])
         return builder.bitcast(pointer, vector.as_pointer())
 
@@ -79,20 +79,20 @@ def write_products(builder, isa: ISA, kind: str, line, turns) -> None:
         ones = ir.Constant(pairs, [1] * pairs.count)
         return builder.add(total, call("llvm.x86.avx2.pmadd.wd", sums, added, ones))
 
-    x, y = (builder.load(place(i, operand), align=4) for i in range(2))
-    places = [place(2 + i, sums) for i in range(chains(isa))]
-    cells = [cgutils.alloca_once_value(builder, builder.load(at, align=4)) for at in places]
-    with cgutils.for_range(builder, turns):
+    x, y = (builder.load(pointer(i, operand), align=4) for i in range(2))
+    pointers = [pointer(2 + i, sums) for i in range(chains(isa))]
+    cells = [cgutils.alloca_once_value(builder, builder.load(at, align=4)) for at in pointers]
+    with cgutils.for_range(builder, iterations):
         for cell in cells:
             builder.store(product(x, y, builder.load(cell)), cell)
-    for cell, at in zip(cells, places, strict=True):
+    for cell, at in zip(cells, pointers, strict=True):
         builder.store(builder.load(cell), at, align=4)
 
 
 @intrinsic(prefer_literal=True)
-def _multiply(typing, data, turns, kind):
+def _multiply(typing, data, iterations, kind):
     """`write_products` on the values of `data`."""
-    signature, chosen = types.void(data, turns, kind), kind.literal_value
+    signature, chosen = types.void(data, iterations, kind), kind.literal_value
 
     def codegen(context, builder, sig, args):
         emit = Emit(context, builder, data)
@@ -124,8 +124,8 @@ def _read(typing, data, at, lines, apart):
                     emit.prefetch(emit.at(line, word(AHEAD * LINE)))
                     cell = cells[s * TURN + i]
                     for part in range(0, LINE, emit.width):
-                        place = builder.bitcast(emit.at(line, word(part)), numbers.as_pointer())
-                        got = builder.load(place, align=4)
+                        pointer = builder.bitcast(emit.at(line, word(part)), numbers.as_pointer())
+                        got = builder.load(pointer, align=4)
                         builder.store(builder.or_(builder.load(cell), got), cell)
         return emit.across([builder.load(cell) for cell in cells], builder.or_)
 
@@ -133,39 +133,39 @@ def _read(typing, data, at, lines, apart):
 
 
 @compiled(fastmath=())
-def _multiply_floats(data, turns, lo, hi):
+def _multiply_floats(data, iterations, lo, hi):
     for worker in range(lo, hi):
-        _multiply(data[worker], turns, "float")
+        _multiply(data[worker], iterations, "float")
 
 
 @compiled(fastmath=())
-def multiply_floats(data, turns):
+def multiply_floats(data, iterations):
     """data[workers, ROOM]: sums of float32 or float64 products, each worker in its own row."""
-    parallel_for(_multiply_floats, len(data), len(data), (data, turns))
+    parallel_for(_multiply_floats, len(data), len(data), (data, iterations))
 
 
 @compiled(fastmath=())
-def _multiply_bfloat16(data, turns, lo, hi):
+def _multiply_bfloat16(data, iterations, lo, hi):
     for worker in range(lo, hi):
-        _multiply(data[worker], turns, "bfloat16")
+        _multiply(data[worker], iterations, "bfloat16")
 
 
 @compiled(fastmath=())
-def multiply_bfloat16(data, turns):
+def multiply_bfloat16(data, iterations):
     """The same with pairs of bfloat16 values, added in float32."""
-    parallel_for(_multiply_bfloat16, len(data), len(data), (data, turns))
+    parallel_for(_multiply_bfloat16, len(data), len(data), (data, iterations))
 
 
 @compiled(fastmath=())
-def _multiply_bytes(data, turns, lo, hi):
+def _multiply_bytes(data, iterations, lo, hi):
     for worker in range(lo, hi):
-        _multiply(data[worker], turns, "int8")
+        _multiply(data[worker], iterations, "int8")
 
 
 @compiled(fastmath=())
-def multiply_bytes(data, turns):
+def multiply_bytes(data, iterations):
     """The same with bytes, added in 32 bits."""
-    parallel_for(_multiply_bytes, len(data), len(data), (data, turns))
+    parallel_for(_multiply_bytes, len(data), len(data), (data, iterations))
 
 
 KERNELS = {"float32": multiply_floats, "float64": multiply_floats}

@@ -64,15 +64,15 @@ def throughput(reports: Named) -> Figure:
         points = report["points"]
         at = range(len(points))
         measured = [point["output_tokens_per_s"] for point in points]
-        least = [point["roofline"]["output_tokens_per_s"] for point in points]
+        roofline = [point["roofline"]["output_tokens_per_s"] for point in points]
         axes.plot(at, measured, color=colour, marker=marker, label=_join(label, "measured"))
-        axes.plot(at, least, color=colour, linestyle="--", label=_join(label, "roofline"))
+        axes.plot(at, roofline, color=colour, linestyle="--", label=_join(label, "roofline"))
     first = reports[0][1]
     _log(axes.yaxis)
     axes.set_xticks(range(len(first["points"])), [str(p["value"]) for p in first["points"]])
     axes.set_xlabel(_title(first["sweep"]))
-    axes.set_ylabel("generated tokens a second")
-    axes.set_title(_heading("Throughput, and the most that memory and cores allow", first))
+    axes.set_ylabel("generated tokens per second")
+    axes.set_title(_heading("Throughput, and the limit of memory and cores", first))
     axes.legend()
     return figure
 
@@ -96,7 +96,7 @@ def waits(reports: Named, key: str, value: str) -> Figure:
         _log(axes.xaxis)
         axes.set_xlabel(what)
         axes.set_ylim(0, 100)
-    first.set_ylabel("waited at most so long [%]")
+    first.set_ylabel("share that waited at most this long [%]")
     figure.legend(*first.get_legend_handles_labels(), loc="outside right center")
     figure.suptitle(_heading("How long requests wait", reports[0][1]), fontsize=12)
     return figure
@@ -125,8 +125,8 @@ def ablation(reports: Named) -> Figure:
     axes.set_xticks(shown, [f"{tick:g}" for tick in shown])
     axes.minorticks_off()
     axes.set_xlim(low, high * 1.12)
-    axes.set_xlabel("times as fast as with nothing switched: median and range of rounds")
-    axes.set_title(_heading("One thing switched at a time", reports[0][1]))
+    axes.set_xlabel("speed relative to the base: median and range of rounds")
+    axes.set_title(_heading("One feature switched at a time", reports[0][1]))
     if len(reports) > 1:
         figure.legend(loc="outside lower right")
     return figure
@@ -153,10 +153,10 @@ def pool(reports: Named) -> Figure:
     axes.set_xscale("log")
     axes.set_xticks([10, 20, 50, 100], ["10", "20", "50", "100"])
     axes.minorticks_off()
-    axes.set_xlabel("size of the pool [% of what all requests hold at their ends]")
-    axes.set_ylabel("prefill computed again [%]")
+    axes.set_xlabel("size of the pool [% of the blocks of all requests at their ends]")
+    axes.set_ylabel("recomputed prefill [%]")
     axes.set_ylim(bottom=0)
-    axes.set_title("Waste against the size of the pool, by the simulator")
+    axes.set_title("Recomputed prefill by size of the pool, from the simulator")
     axes.legend()
     return figure
 
@@ -181,7 +181,7 @@ def runs(reports: Named) -> Figure:
         axes.invert_yaxis()
         axes.grid(axis="y", visible=False)
     speed.margins(x=0.2)
-    speed.set_xlabel("generated tokens a second")
+    speed.set_xlabel("generated tokens per second")
     speed.xaxis.set_major_formatter(_number)
     parts.set_xlabel("share of the run's time [%]")
     figure.legend(loc="outside right center")
@@ -227,7 +227,7 @@ def _join(label: str, what: str) -> str:
 
 def _title(option: str) -> str:
     """An option as an axis label."""
-    units = {"max_num_seqs": "most sequences at once", "block_size": "tokens a block",
+    units = {"max_num_seqs": "most sequences at once", "block_size": "tokens per block",
              "max_num_batched_tokens": "token budget of a step"}  # fmt: skip
     return f"{units[option]} ({option})" if option in units else option
 

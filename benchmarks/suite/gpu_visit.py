@@ -44,7 +44,7 @@ FOLDER = processes.SITE.parent
 TOTAL_S, AGAIN_S = 540.0, 200.0
 """Seconds of a visit, and of a second one. A command may take ten minutes there; both, and two
 starts of the machine, take at most fifteen."""
-LOOK_S = 40.0
+RERUN_S = 40.0
 """Seconds of each rerun of a failure."""
 REPEATS = 4
 ENOUGH_S = 60.0
@@ -72,7 +72,7 @@ VISIT = (
 """The parts of a visit, the most important ones first."""
 AFTER = ("counters", "prefill attention", "standard workload, fp8 KV", "llama3-8b")
 """Parts of a second visit if nothing failed."""
-LOOKS: tuple[tuple[str, dict[str, str], tuple[str, ...]], ...] = (
+RERUNS: tuple[tuple[str, dict[str, str], tuple[str, ...]], ...] = (
     ("blocking", {"CUDA_LAUNCH_BLOCKING": "1"}, ()),
     ("eager", {}, (sys.executable, "-m", "benchmarks.suite.gpu_visit", "eager")),
     ("memcheck", {}, ("compute-sanitizer", "--tool=memcheck", sys.executable)),
@@ -129,23 +129,25 @@ def steps_of(file: Path) -> dict[str, Step]:
     }
 
 
-def main(*asked: str) -> None:
+def main(*arguments: str) -> None:
     """Runs a visit or parts of it, or prepares one.
 
     Raises:
         SystemExit: always after parts: 1 if something failed or was skipped, else 0.
     """
-    if asked[:1] == ("prepare",):
+    if arguments[:1] == ("prepare",):
         return prepare()
-    if asked[:1] == ("eager",):
-        return eager(*asked[1:])
-    out, again = Path(os.environ.get("OUT", "")), asked[:1] == ("again",)
+    if arguments[:1] == ("eager",):
+        return eager(*arguments[1:])
+    out, again = Path(os.environ.get("OUT", "")), arguments[:1] == ("again",)
     steps = steps_of(out / "visit.json")
-    names = left_by(Path(asked[1])) if again and len(asked) == 2 else asked or VISIT
+    names = left_by(Path(arguments[1])) if again and len(arguments) == 2 else arguments or VISIT
     if not os.environ.get("OUT") or not out.is_dir() or not set(names) <= set(steps):
-        sys.exit(f"{__doc__}\nOUT={out} must be a folder, and {asked} of {[*steps]}")
+        sys.exit(
+            f"{__doc__}\nOUT={out} must be a folder, and {arguments} must be parts of {[*steps]}"
+        )
     visit = Visit(out / "visit.json", steps, AGAIN_S if again else TOTAL_S)
-    results = visit.run(names, repeat=not asked)
+    results = visit.run(names, repeat=not arguments)
     sys.exit(any(map(is_wrong, results.values())))
 
 
@@ -169,9 +171,9 @@ def report(file: Path, only: list[str] | None = None) -> None:
             f"the GPU report measures an NVIDIA GPU, and torch {torch.__version__} finds none here"
         )
     if unknown := sorted(set(only or ()) - set(LIMITS_S)):
-        raise ConfigError(f"--parts are of {[*LIMITS_S]}, got {unknown}")
+        raise ConfigError(f"--parts must be from {[*LIMITS_S]}, got {unknown}")
     names = [name for name in LIMITS_S if not only or name in only]
-    Visit(file, steps_of(file), TOTAL_S).run(names, look=False)
+    Visit(file, steps_of(file), TOTAL_S).run(names, rerun=False)
 
 
 class Visit:
@@ -193,7 +195,7 @@ class Visit:
         }
 
     def run(
-        self, names: Iterable[str], *, look: bool = True, repeat: bool = False
+        self, names: Iterable[str], *, rerun: bool = True, repeat: bool = False
     ) -> dict[str, Any]:
         """The results of all parts, by part.
 
@@ -202,7 +204,7 @@ class Visit:
             repeat: repeat the standard workload in the remaining time.
         """
         drive(
-            self.in_turn(names, look, repeat), self.launch,
+            self.run_in_order(names, rerun, repeat), self.launch,
             total_s=self.total_s, clock=time.monotonic, save=self.save,
         )  # fmt: skip
         try:  # Why here: these import torch, and a failure there must not lose results.
@@ -217,15 +219,15 @@ class Visit:
             traceback.print_exc()
         return self.results
 
-    def in_turn(
-        self, names: Iterable[str], look: bool, repeat: bool
+    def run_in_order(
+        self, names: Iterable[str], rerun: bool, repeat: bool
     ) -> Iterator[tuple[str, float]]:
         """The parts in order; after the first failed one, its reruns."""
         for name in names:
             yield name, self.steps[name].limit_s
             case = wrong_case(self.results[name])
-            if case is not None and name != "stack" and look:
-                look = False
+            if case is not None and name != "stack" and rerun:
+                rerun = False
                 yield from self.second_looks(self.steps[name], case)
         for i in range(1, REPEATS + 1) if repeat else ():
             if self.started + self.total_s - time.monotonic() < ENOUGH_S:
@@ -234,12 +236,12 @@ class Visit:
             yield f"{WORKLOAD}, again {i}", self.steps[WORKLOAD].limit_s
 
     def second_looks(self, step: Step, case: str) -> Iterator[tuple[str, float]]:
-        """The case alone, if possible, in each of the variants of `LOOKS`."""
+        """The case alone, if possible, in each of the variants of `RERUNS`."""
         command = [*step.command, *((case,) if step.by_case and case else step.every)]
-        for name, env, program in LOOKS:
+        for name, env, program in RERUNS:
             job = [*program, *command[1:]] if program else command
-            self.jobs[f"second look: {name}"] = job, env
-            yield f"second look: {name}", LOOK_S
+            self.jobs[f"rerun: {name}"] = job, env
+            yield f"rerun: {name}", RERUN_S
 
     def launch(self, name: str, budget_s: float) -> tuple[list[Row], str | None]:
         """Runs a part, unless there is no GPU."""
@@ -310,15 +312,15 @@ def prepare() -> None:
     installed here, built for Python 3.12 on Linux."""
     FOLDER.mkdir(exist_ok=True)
     (FOLDER / "commit").write_text(commit() + "\n")
-    wanted = [f"{name}=={version(name)}" for name in PACKAGES]
+    requirements = [f"{name}=={version(name)}" for name in PACKAGES]
     platforms = [f"--platform=manylinux{tag}_x86_64" for tag in ("2014", "_2_17", "_2_28")]
     with tempfile.TemporaryDirectory() as scratch:
         command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", scratch]
         options = ["--only-binary=:all:", "--python-version=3.12", *platforms]
-        subprocess.run([*command, *options, *wanted], check=True)
+        subprocess.run([*command, *options, *requirements], check=True)
         for wheel in Path(scratch).glob("*.whl"):
             zipfile.ZipFile(wheel).extractall(FOLDER / "site")
-    print(f"{FOLDER} has {commit()} and {', '.join(wanted)}: take it along with the checkout")
+    print(f"{FOLDER} has {commit()} and {', '.join(requirements)}: copy it with the checkout")
 
 
 if __name__ == "__main__":

@@ -72,7 +72,7 @@ def _settings(temperature: float, length: int) -> GenerationConfig:
     )
 
 
-class Beside:
+class Baseline:
     """The baseline, alternating with an engine: called with the work of each round."""
 
     def __init__(self, llm: LLM, temperature: float, batch_size: int) -> None:
@@ -97,7 +97,9 @@ class Beside:
         )  # Lists, so that the device has finished.
         self.seconds.append(time.perf_counter() - start)
         if [len(output) for output in outputs] != [item.max_tokens for item in items]:
-            raise NanoEngineError("the baseline gave other token counts than the workload asks for")
+            raise NanoEngineError(
+                "the baseline generated other numbers of tokens than the workload requires"
+            )
 
     def compare(self, measured: Measured) -> dict[str, Any]:
         """The baseline's throughput, and the engine's speed relative to it: median and spread."""
@@ -116,7 +118,7 @@ class Beside:
 
 
 LINES = """\
-transformers    {output_tokens_per_s:,.1f} output tok/s in static batches of {batch_size}; in turn
+transformers    {output_tokens_per_s:,.1f} output tok/s in static batches of {batch_size}
 nanoengine is   {speedup_median:.2f} times as fast (median; {speedup_min:.2f} to {speedup_max:.2f})
 """
 """The report's lines about the comparison."""

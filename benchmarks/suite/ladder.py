@@ -75,11 +75,13 @@ def run(config: EngineConfig, options: WorkOptions) -> dict[str, Any]:
             for name, generate in rungs.items():
                 start = time.perf_counter()
                 got = generate(work, options.temperature)
-                taken = time.perf_counter() - start
+                seconds_taken = time.perf_counter() - start
                 if got != [item.max_tokens for item in work]:
-                    raise NanoEngineError(f"{name}: other token counts than the work asks for")
+                    raise NanoEngineError(
+                        f"{name}: other numbers of tokens than the workload requires"
+                    )
                 if number >= 0:
-                    seconds.setdefault(name, []).append(taken)
+                    seconds.setdefault(name, []).append(seconds_taken)
     return {
         **throughput.heading("cpu"),
         "notes": notes,

@@ -108,7 +108,7 @@ LINES = """\
 bandwidth       {gbs:,.1f} GB/s, {bandwidth_frac:.0%} of {read_gbs:,.1f} measured now
 compute         {gflops:,.1f} GFLOP/s, {compute_frac:.0%} of {gemm_gflops:,.1f} measured now in
                 {dtype} by {by}
-roofline        {seconds:,.2f} s, {share:.0%} of the round: the least for these steps,
+roofline        {seconds:,.2f} s, {share:.0%} of the round: the minimum for these steps,
                 {memory_frac:.0%} of it reading
 """
 
@@ -116,7 +116,7 @@ roofline        {seconds:,.2f} s, {share:.0%} of the round: the least for these 
 def format_limits(report: dict[str, Any]) -> str:
     """The lines of the report."""
     if "peaks" not in report:
-        return "limits          not measured: they need more memory than the engine leaves\n"
+        return "limits          not measured: too little free memory\n"
     seconds = sorted(report["seconds"])[len(report["seconds"]) // 2]
     share = report["roofline"]["seconds"] / seconds
     return LINES.format(**report["achieved"], **report["peaks"], **report["roofline"], share=share)

@@ -24,14 +24,14 @@ DEMO = "demo"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measures and prints; returns the exit status: 2 for an explained error."""
-    asked, given = options.parse(argv)
+    args, values = options.parse(argv)
     try:
-        if asked.gpu_report:
+        if args.gpu_report:
             from benchmarks.suite import gpu_visit
 
-            gpu_visit.report(asked.out, asked.parts)
+            gpu_visit.report(args.out, args.parts)
         else:
-            run(asked, given)
+            run(args, values)
     except NanoEngineError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def run(asked: argparse.Namespace, given: dict[str, Any]) -> None:
+def run(args: argparse.Namespace, values: dict[str, Any]) -> None:
     """Everything but the GPU report.
 
     Raises:
@@ -49,65 +49,69 @@ def run(asked: argparse.Namespace, given: dict[str, Any]) -> None:
     """
     from nanoengine.bench import throughput
 
-    name = asked.shape or given.get("model", DEMO)
-    work = work_options(asked, given)
-    throughput.require_directory(asked.json, "json")
-    if asked.plot is not None:
+    name = args.shape or values.get("model", DEMO)
+    work = work_options(args, values)
+    throughput.require_directory(args.json, "json")
+    if args.plot is not None:
         from benchmarks.suite import plot
 
         plot.require_matplotlib()
     with tempfile.TemporaryDirectory() as scratch:
-        config = engine_config(asked, given, Path(scratch))
-        report, text = answer(asked, name, work, config)
-        if asked.plot is not None:
+        config = engine_config(args, values, Path(scratch))
+        report, text = answer(args, name, work, config)
+        if args.plot is not None:
             from benchmarks.suite import sweep
 
             report["pool"] = sweep.pool_waste(throughput.drawn_items(work, config))
     print(text)
-    if asked.json is not None:
-        throughput.write(report, asked.json)
-    if asked.plot is not None:
-        plot.draw([("", report)], asked.plot)
-    if asked.ablate:
+    if args.json is not None:
+        throughput.write(report, args.json)
+    if args.plot is not None:
+        plot.draw([("", report)], args.plot)
+    if args.ablate:
         from benchmarks.suite import ablate
 
         ablate.require_equal_tokens(report)
 
 
-def work_options(asked: argparse.Namespace, given: dict[str, Any]) -> WorkOptions:
+def work_options(args: argparse.Namespace, values: dict[str, Any]) -> WorkOptions:
     """The work. It is greedy for `--ablate`, which compares tokens; comparisons run three rounds
     unless given."""
-    default = {"temperature": 0.0} if asked.ablate else {}
-    if asked.ablate or asked.compare:
+    default = {"temperature": 0.0} if args.ablate else {}
+    if args.ablate or args.compare:
         default["rounds"] = 3
-    names = [one.name for one in fields(WorkOptions) if one.name in given]
-    return WorkOptions(**default | {name: given[name] for name in names})
+    names = [one.name for one in fields(WorkOptions) if one.name in values]
+    return WorkOptions(**default | {name: values[name] for name in names})
 
 
-def engine_config(asked: argparse.Namespace, given: dict[str, Any], scratch: Path) -> EngineConfig:
+def engine_config(args: argparse.Namespace, values: dict[str, Any], scratch: Path) -> EngineConfig:
     """The engine's options, with the model found; a shape is written into `scratch`."""
     names = {one.name for one in fields(EngineConfig)}
     settings = {"model": DEMO, "skip_tokenizer_init": True}
-    config = EngineConfig(**settings | {n: value for n, value in given.items() if n in names})
-    question = next((n for n in ("compare", "ablate", "sweep", "rate") if getattr(asked, n)), None)
-    if config.trace is not None and question and asked.compare != "hf":
-        raise ConfigError(f"--{question} runs several engines, and a trace is of one: leave it out")
-    if asked.shape:
+    config = EngineConfig(**settings | {n: value for n, value in values.items() if n in names})
+    question = next((n for n in ("compare", "ablate", "sweep", "rate") if getattr(args, n)), None)
+    if config.trace is not None and question and args.compare != "hf":
+        raise ConfigError(
+            f"--{question} runs several engines, but a trace is for one: remove --trace"
+        )
+    if args.shape:
         if config.load_format != "dummy" or config.model != DEMO:
-            raise ConfigError("--shape has no weights: use it with --load-format dummy, no --model")
-        if asked.compare == "small":
             raise ConfigError(
-                "--compare small needs weights that both engines read: leave out --shape"
+                "--shape has no weights: use it with --load-format dummy and without --model"
             )
-        shapes.write_shape(asked.shape, scratch)
+        if args.compare == "small":
+            raise ConfigError(
+                "--compare small needs weights that both engines can load: remove --shape"
+            )
+        shapes.write_shape(args.shape, scratch)
         config = replace(config, model=str(scratch))
     elif config.model == DEMO:
         from nanoengine.assets import demo_model_path
 
         config = replace(config, model=str(demo_model_path()))
-    if asked.compare == "small" and config.device not in ("auto", "cpu"):
+    if args.compare == "small" and config.device not in ("auto", "cpu"):
         raise ConfigError(f"--compare small compares on a CPU, got device={config.device!r}")
-    if asked.compare == "hf":
+    if args.compare == "hf":
         leave_room(config)
     return config
 
@@ -120,31 +124,32 @@ def leave_room(config: EngineConfig) -> None:
 
         if torch.cuda.is_available():
             raise ConfigError(
-                "--compare loads a second model: leave it memory with --memory-fraction (say 0.5)"
+                "--compare loads a second model: reserve memory for it with --memory-fraction,"
+                " such as 0.5"
             )
 
 
 def answer(
-    asked: argparse.Namespace, name: str, work: WorkOptions, config: EngineConfig
+    args: argparse.Namespace, name: str, work: WorkOptions, config: EngineConfig
 ) -> tuple[dict[str, Any], str]:
     """The requested report, as plain data and as text."""
     about = {"model": name, "dataset": work.dataset}
-    if asked.ablate:
+    if args.ablate:
         from benchmarks.suite import ablate
 
         report = about | ablate.run(config, work)
         return report, ablate.format_report(report)
-    if asked.sweep:
+    if args.sweep:
         from benchmarks.suite import sweep
 
-        report = about | sweep.run(config, work, sweep.parse(asked.sweep))
+        report = about | sweep.run(config, work, sweep.parse(args.sweep))
         return report, sweep.format_sweep(report)
-    if asked.rate:
+    if args.rate:
         from benchmarks.suite import sweep
 
-        report = about | sweep.run_rates(config, work, asked.rate)
+        report = about | sweep.run_rates(config, work, args.rate)
         return report, sweep.format_rates(report)
-    if asked.compare == "small":
+    if args.compare == "small":
         from benchmarks.suite import ladder
 
         report = about | ladder.run(config, work)
@@ -155,10 +160,10 @@ def answer(
 
     with open_llm(config) as llm:
         also_run = None
-        if asked.compare == "hf":
+        if args.compare == "hf":
             from benchmarks.suite import hf_baseline
 
-            also_run = hf_baseline.Beside(llm, work.temperature, asked.compare_batch_size)
+            also_run = hf_baseline.Baseline(llm, work.temperature, args.compare_batch_size)
         measured = throughput.measure(llm, name, work, also_run)
         report = limits.with_limits(measured, llm)
     text = limits.format_limits(report)

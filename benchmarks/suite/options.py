@@ -23,7 +23,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "bench.py",
         usage="bench.py [a question] [options of the workload and of the engine]",
-        description="Measures nanoengine: throughput beside what the hardware could do, and more.",
+        description="Measures nanoengine: throughput compared with the limits of the hardware,"
+        " and more.",
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
     )
@@ -32,25 +33,25 @@ def make_parser() -> argparse.ArgumentParser:
     add(
         "--ablate",
         action="store_true",
-        help="switch one thing off at a time, round by round in turn with the engine as it is",
+        help="switch one feature off at a time, in rounds that alternate with the given engine",
     )
     add(
         "--sweep",
         metavar="NAME=VALUE,...",
-        help="an option of the engine, and the values that it takes in turn",
+        help="an option of the engine, and its values to run",
     )
     add(
         "--rate",
         type=float,
         nargs="+",
-        help="let requests arrive by chance, so many a second in the mean, instead of all at once;"
+        help="let requests arrive randomly, on average at this rate per second, not all at once;"
         " several rates run one after the other",
     )
     add(
         "--compare",
         choices=("hf", "small"),
-        help="hf: run transformers on the same work, round by round in turn. small: run"
-        " nanoengine/small beside the large engine: what each room of it buys",
+        help="hf: run transformers on the same work, in alternating rounds. small: run"
+        " nanoengine/small and the large engine: the gain of each of its packages",
     )
     add = parser.add_argument
     add("--compare-batch-size", type=int, default=32, help="sequences of a batch of transformers")
@@ -58,12 +59,12 @@ def make_parser() -> argparse.ArgumentParser:
         "--shape",
         choices=SHAPES,
         default=None,
-        help="a standard shape in the place of a model; needs --load-format dummy",
+        help="a standard shape instead of a model; needs --load-format dummy",
     )
     add("--json", type=Path, default=None, help="write all numbers to this file")
     add("--plot", type=Path, default=None, help="draw them into this directory; needs matplotlib")
     add("--out", type=Path, default=Path("gpu-report.json"), help="the file of --gpu-report")
-    add("--parts", nargs="+", default=None, help="of --gpu-report: these alone, in its order")
+    add("--parts", nargs="+", default=None, help="of --gpu-report: only these parts")
     add_fields(parser.add_argument_group("the workload"), WorkOptions)
     add_fields(parser.add_argument_group("the engine"), EngineConfig)
     return parser
@@ -71,7 +72,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 def add_fields(parser: Any, options_class: type) -> None:
     """One option per field that a command line can give."""
-    told, hints = field_docs(options_class), get_type_hints(options_class)
+    docs, hints = field_docs(options_class), get_type_hints(options_class)
     for one in fields(options_class):
         kinds = _kinds(hints[one.name])
         how: dict[str, Any] = {"type": str if str in kinds else value_of}
@@ -81,7 +82,7 @@ def add_fields(parser: Any, options_class: type) -> None:
             how = {"type": int, "nargs": 2}
         elif any(get_origin(kind) is tuple for kind in kinds):
             continue  # objects, for programs
-        text = told[one.name].replace("%", "%%")
+        text = docs[one.name].replace("%", "%%")
         parser.add_argument(f"--{one.name.replace('_', '-')}", help=text, **how)
 
 
@@ -112,13 +113,13 @@ def parse(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, dict[s
     Raises:
         SystemExit: an option is unknown or invalid, which was printed; or help was printed.
     """
-    asked = make_parser().parse_args(argv)
+    args = make_parser().parse_args(argv)
     names = {one.name for cls in (WorkOptions, EngineConfig) for one in fields(cls)}
-    given = {name: value for name, value in vars(asked).items() if name in names}
+    values = {name: value for name, value in vars(args).items() if name in names}
     for name in ("input_len", "output_len"):
-        if name in given:
-            given[name] = tuple(given[name])
+        if name in values:
+            values[name] = tuple(values[name])
     for name in ("gpu_report", "ablate", "sweep", "rate", "compare"):
-        if not hasattr(asked, name):
-            setattr(asked, name, None)
-    return asked, given
+        if not hasattr(args, name):
+            setattr(args, name, None)
+    return args, values

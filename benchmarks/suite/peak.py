@@ -68,8 +68,8 @@ def measure_peaks(
     """
     kind = str(dtype).removeprefix("torch.")
     if device.type == "cpu":
-        wanted = products or kind
-        found = measure_cpu_peaks([wanted], seconds=seconds, buffer_bytes=buffer_bytes)
+        products_of = products or kind
+        found = measure_cpu_peaks([products_of], seconds=seconds, buffer_bytes=buffer_bytes)
         ((kind, rate),) = found.gflops.items()
         return Peaks(read_gbs=found.read_gbs, gemm_gflops=rate, dtype=kind, by=found.isa)
     return Peaks(
@@ -103,8 +103,8 @@ def measure_cpu_peaks(
     if kinds is None:
         kinds = [kind for kind in cpu_peak.KERNELS if kind != "float64"]
     gflops = {}
-    for asked in kinds:
-        kind = asked if asked in cpu_peak.KERNELS else "float32"
+    for requested in kinds:
+        kind = requested if requested in cpu_peak.KERNELS else "float32"
         kernel = cpu_peak.KERNELS[kind]
         real = np.float64 if kind == "float64" else np.float32
         data = np.zeros((workers, cpu_peak.ROOM), real)

@@ -54,7 +54,7 @@ def read(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} can't be read as JSON: {error}") from error
     if not isinstance(report, dict) or "hardware" not in report:
-        raise ConfigError(f"{path} is no report of `bench.py --json`")
+        raise ConfigError(f"{path} is not a report of `bench.py --json`")
     return report
 
 
@@ -64,7 +64,7 @@ def draw(reports: Sequence[tuple[str, dict[str, Any]]], directory: Path) -> None
 
     drawn = figures.all_of(reports)
     if not drawn:
-        raise ConfigError("these reports hold nothing that can be drawn")
+        raise ConfigError("these reports contain nothing that can be drawn")
     directory.mkdir(parents=True, exist_ok=True)
     for name, figure in drawn.items():
         for suffix in ("svg", "png"):

@@ -103,7 +103,7 @@ def roofline(
         ConfigError: the model has experts or windows, or there is nothing to run.
     """
     if cost.num_experts or any(window is not None for window in cost.windows):
-        raise ConfigError("the roofline knows dense models with full attention only")
+        raise ConfigError("the roofline only supports dense models with full attention")
     if not lengths or min(map(min, lengths)) < 1:
         raise ConfigError("the roofline needs requests with a prompt and an output")
     losses = losses or Losses()
@@ -194,8 +194,8 @@ def ideal_seconds(
     # of n.
     pairs = prefix * (prefix + 1) / 2 + sum(n * prefix + n * (n + 1) / 2 for n in own)
     seconds = _step(cost, card, formats, new, len(requests), pairs, new)
-    for made in range(1, max(length for _, length in requests)):
-        contexts = [len(ids) + made for ids, length in requests if length > made]
+    for num_generated in range(1, max(length for _, length in requests)):
+        contexts = [len(ids) + num_generated for ids, length in requests if length > num_generated]
         live = len(contexts)
         read = sum(contexts) - (live - 1) * prefix
         seconds += _step(cost, card, formats, live, live, sum(contexts), read)

@@ -55,13 +55,15 @@ def parse(text: str) -> tuple[str, list[Any]]:
     return name, [value_of(word) for word in values.split(",")]
 
 
-def run(config: EngineConfig, options: WorkOptions, asked: tuple[str, list[Any]]) -> dict[str, Any]:
+def run(
+    config: EngineConfig, options: WorkOptions, name_values: tuple[str, list[Any]]
+) -> dict[str, Any]:
     """Runs the work once for each value, and returns the report as plain data.
 
     Raises:
         ConfigError: a value is not one of the option's.
     """
-    name, values = asked
+    name, values = name_values
     configs = [replace(config, **{name: value}) for value in values]
     report: dict[str, Any] = {"sweep": name, "points": []}
     for value, changed in zip(values, configs, strict=True):
@@ -110,7 +112,7 @@ def run_rates(
     """
     for rate in rates:
         if not 0 < rate < float("inf"):
-            raise ConfigError(f"rate must be above 0 requests a second, got {rate}")
+            raise ConfigError(f"rate must be above 0 requests per second, got {rate}")
     with open_llm(config) as llm:
         info = llm.info
         drawn = drawn_items(options, config)
@@ -209,11 +211,11 @@ def format_sweep(report: dict[str, Any]) -> str:
         "|---|---|---|---|---|---|---|---|",
     ]
     for point in report["points"]:
-        speed, least = point["output_tokens_per_s"], point["roofline"]["output_tokens_per_s"]
+        speed, roofline = point["output_tokens_per_s"], point["roofline"]["output_tokens_per_s"]
         ttft, itl = point["ttft_s"], point["itl_s"]
         rows.append(
-            f"| {point['value']} | {point['mean_batch']:.1f} | {speed:,.0f} | {least:,.0f} |"
-            f" {speed / least:.0%} | {_ms(ttft, 50)} | {_ms(itl, 50)} | {_ms(itl, 99)} |"
+            f"| {point['value']} | {point['mean_batch']:.1f} | {speed:,.0f} | {roofline:,.0f} |"
+            f" {speed / roofline:.0%} | {_ms(ttft, 50)} | {_ms(itl, 50)} | {_ms(itl, 99)} |"
         )
     return "\n".join(rows)
 

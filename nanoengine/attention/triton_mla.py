@@ -102,17 +102,17 @@ def rotate_latents_kernel(
     if tl.program_id(1) == 0:
         slot = tl.load(slot_mapping + token)
         block, offset = slot // CACHE.block_size, slot % CACHE.block_size
-        source, target = vectors + token * VECTOR, cache + block * CACHE.k_block
-        target += offset * CACHE.k_token
+        vector, cache_row = vectors + token * VECTOR, cache + block * CACHE.k_block
+        cache_row += offset * CACHE.k_token
         columns = tl.arange(0, WIDTH)
         mask = columns < RANK
-        value = tl.load(source + columns, mask=mask, other=0.0).to(tl.float32)
+        value = tl.load(vector + columns, mask=mask, other=0.0).to(tl.float32)
         normed = value * tl.rsqrt(tl.sum(value * value, 0) / RANK + EPS)
         # The weight's dtype determines the rounding: see `layers/kernels.py`.
         normed = normed.to(weight.dtype.element_ty).to(tl.float32)
         normed = normed * tl.load(weight + columns, mask=mask, other=0.0).to(tl.float32)
-        tl.store(target + columns, normed.to(cache.dtype.element_ty), mask=mask)
-        apply_rope(source + RANK, target + RANK, cosine, sine, inside, ROPE, dims)
+        tl.store(cache_row + columns, normed.to(cache.dtype.element_ty), mask=mask)
+        apply_rope(vector + RANK, cache_row + RANK, cosine, sine, inside, ROPE, dims)
     else:
         rows = (tl.program_id(1) - 1) * ROWS + tl.arange(0, ROWS)[:, None]
         pointers = heads + (token * NUM_HEADS + rows) * HEAD + NOPE_DIM

@@ -244,7 +244,7 @@ def load_time_model(path: Path) -> TimeModel:
         return TimeModel.fit(steps["tokens"], steps["context_tokens"], steps["seconds"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
-            f"fit={str(path)!r} must be a report of `nanoengine bench --json` with step records"
+            f"step_times={str(path)!r} must be a report of `nanoengine bench --json` with steps"
             f" ({type(error).__name__}: {error})"
         ) from error
 
@@ -266,7 +266,7 @@ simulated in    {r.wall_s:.2f} s"""
 
 def format_report(report: SimulationReport) -> str:
     """The report as aligned text."""
-    seconds, estimated = report.estimated_s, "no --fit"
+    seconds, estimated = report.estimated_s, "no --step-times"
     if seconds is not None:
         estimated = f"{seconds:,.2f} s, {report.output_tokens / seconds:,.1f} output tok/s"
     return TABLE.format(r=report, usable=f"{report.usable_blocks:,}", estimated=estimated)

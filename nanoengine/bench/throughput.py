@@ -207,7 +207,7 @@ def summarize_rounds(rounds: SequenceOf[Round], items: SequenceOf[WorkItem]) -> 
 
 
 def step_records(records: SequenceOf[StepRecord]) -> dict[str, list[Any]]:
-    """Size and time of each step, as columns, which `nanoengine simulate --fit` reads."""
+    """Size and time of each step, as columns, which `nanoengine simulate --step-times` reads."""
     return {
         "tokens": [sum(record.num_scheduled) for record in records],
         "context_tokens": [sum(r.starts) + sum(r.num_scheduled) for r in records],

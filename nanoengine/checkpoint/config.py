@@ -271,41 +271,40 @@ def _text_part(raw: Json) -> tuple[Json, str, bool]:
 
     A multimodal config has the keys of the text part in `text_config`, and some of them outside it.
     """
-    given = check_values(raw, "config.json")
-    named = given.get("architectures") or []
-    for name in named:
+    values = check_values(raw, "config.json")
+    names = values.get("architectures") or []
+    for name in names:
         if name in TEXT_PARTS:
-            by_type, text = TEXT_PARTS[name], given.get("text_config") or {}
+            by_type, text = TEXT_PARTS[name], values.get("text_config") or {}
             kind = text.get("model_type")
             if kind not in by_type:
                 raise UnsupportedModelError(
                     f"text_config of {name} has model_type={repr_short(kind)}; supported:"
                     f" {', '.join(by_type)}"
                 )
-            outside = {key: given[key] for key in families.OUTER_KEYS if given.get(key) is not None}
+            outside = {k: values[k] for k in families.OUTER_KEYS if values.get(k) is not None}
             return {**text, **outside}, by_type[kind], True
-    own = ARCHITECTURE_OVERRIDES.get(given.get("model_type") or "")
-    if own and len(named) == 1 and named[0].endswith("ForCausalLM"):
-        named, raw = [own], {**raw, "architectures": [own]}
-    for name in named:
+    override = ARCHITECTURE_OVERRIDES.get(values.get("model_type") or "")
+    if override and len(names) == 1 and names[0].endswith("ForCausalLM"):
+        names, raw = [override], {**raw, "architectures": [override]}
+    for name in names:
         if name in FAMILIES:
             return raw, name, False
     every = every_family()
-    if len(named) == 1 and named[0] in families.ALIASES:
-        named = [families.ALIASES[named[0]]]
-        raw = {**raw, "architectures": named}
+    if len(names) == 1 and names[0] in families.ALIASES:
+        names = [families.ALIASES[names[0]]]
+        raw = {**raw, "architectures": names}
     by_type = {family.model_type: name for name, family in every.items()}
-    for name in named or [by_type.get(given.get("model_type", ""))]:
+    for name in names or [by_type.get(values.get("model_type", ""))]:
         if name in every:
             return raw, name, False
     from nanoengine.checkpoint.pooling import find_decoder
 
-    for name in named:
+    for name in names:
         if (generator := find_decoder(name, every)) is not None:
             return raw, generator, False
-    what = (
-        join_names([*map(repr_short, named)]) or f"model_type={repr_short(given.get('model_type'))}"
-    )
+    model_type = repr_short(values.get("model_type"))
+    what = join_names([*map(repr_short, names)]) or f"model_type={model_type}"
     raise UnknownArchitectureError(
         f"unsupported architecture {what}; supported:"
         f" {join_names([*every, *TEXT_PARTS], like=what)}"
@@ -319,8 +318,8 @@ def _states(family: Family, keys: ConfigReader, layer: LayerConfig) -> LinearAtt
         no_attention = FULL not in layer.layers_block_type
     if no_attention and layer.falcon_h1 is None:
         raise UnsupportedModelError(
-            "neither layer_types nor attn_layer_indices has a layer with attention; supported:"
-            " models with at least one"
+            "layer_types and attn_layer_indices define no layer with attention; supported: models"
+            " with at least one"
         )
     return states if states is not None and states.layers else None
 

@@ -55,11 +55,11 @@ def parse_quantization(raw: Json, *, tied: bool) -> StoredQuantization:
 
 def _checked(raw: Json) -> dict[str, Any]:
     """Returns the keys whose values are not null, after checking their types."""
-    given = {key: value for key, value in raw.items() if value is not None}
-    for key in given.keys() & KEY_TYPES.keys():
+    values = {key: value for key, value in raw.items() if value is not None}
+    for key in values.keys() & KEY_TYPES.keys():
         where = f"config.json: quantization_config: {key}"
-        given[key] = check_value(given[key], KEY_TYPES[key], where, UnsupportedModelError)
-    return given
+        values[key] = check_value(values[key], KEY_TYPES[key], where, UnsupportedModelError)
+    return values
 
 
 def _gptq(raw: Json, skipped: tuple[str, ...]) -> StoredQuantization:
@@ -107,8 +107,8 @@ def _fp8(raw: Json, skipped: tuple[str, ...]) -> StoredQuantization:
     _require("fp8", "activation_scheme", raw.get("activation_scheme", "dynamic"), *SCALINGS)
     _require("fp8", "expert_dtype", raw.get("expert_dtype", "fp8"), "fp8")
     _require("fp8", "modules_to_convert", raw.get("modules_to_convert") or [], [])
-    given = raw.get("modules_to_not_convert", raw.get("ignored_layers", []))
-    names = [name for name in given if name != "lm_head"]
+    listed = raw.get("modules_to_not_convert", raw.get("ignored_layers", []))
+    names = [name for name in listed if name != "lm_head"]
     starts = "|".join(_pattern(f"re:{name}", "modules_to_not_convert") for name in names)
     ends = "|".join(map(re.escape, names))
     # Perf: one expression for all 144 names of Qwen3-30B-A3B-FP8 takes a fifth of the time that 144
@@ -134,8 +134,8 @@ def _compressed_tensors(raw: Json, skipped: tuple[str, ...]) -> StoredQuantizati
     _require(method, "transform_config", raw.get("transform_config") or {}, {})
     if (cache := raw.get("kv_cache_scheme")) is not None:
         # Its scales are read with the weights; the option `kv_cache_dtype` selects fp8.
-        given = {key: cache.get(key, default) for key, default in FP8_KV.items()}
-        _require(method, "kv_cache_scheme", {**cache, **given}, {**cache, **FP8_KV})
+        scheme = {key: cache.get(key, default) for key, default in FP8_KV.items()}
+        _require(method, "kv_cache_scheme", {**cache, **scheme}, {**cache, **FP8_KV})
     skipped = (*skipped, *(_pattern(name, "ignore") for name in raw.get("ignore") or []))
     groups = list((raw.get("config_groups") or {}).values())
     schemes = tuple(
@@ -165,8 +165,8 @@ def _scheme(method: str, group: Json) -> StoredQuantization:
     if layout != "pack-quantized":
         _require(method, "weights.symmetric", symmetric, True)
     if layout == "int-quantized":
-        given = {key: (inputs or {}).get(key) for key in TOKEN_ACTIVATIONS}
-        _require(method, "input_activations", given, TOKEN_ACTIVATIONS)
+        settings = {key: (inputs or {}).get(key) for key in TOKEN_ACTIVATIONS}
+        _require(method, "input_activations", settings, TOKEN_ACTIVATIONS)
     elif inputs is not None:
         is_float = kind == "float" and inputs.get("type") == "float"
         _require(method, "input_activations", None if is_float else inputs, None)

@@ -81,14 +81,14 @@ def read_rope(keys: ConfigReader, *, extra: Mapping[str, bool], partial: bool) -
             no effect on text.
         partial: whether the family supports `partial_rotary_factor` (see `read_rotary_dim`).
     """
-    key, given = _rope_dict(keys)
-    if any(isinstance(value, Mapping) for value in given.values()):
+    key, raw = _rope_dict(keys)
+    if any(isinstance(value, Mapping) for value in raw.values()):
         raise UnsupportedModelError(
-            f"{key}={repr_short(given)}: parameters per layer type are not implemented"
+            f"{key}={repr_short(raw)}: parameters per layer type are not implemented"
         )
     # Why first: in transformers it takes precedence over the same key in the dict.
     original = keys.get(ORIGINAL)
-    return _rope(given, keys, "rope_theta", original, key, extra, partial)
+    return _rope(raw, keys, "rope_theta", original, key, extra, partial)
 
 
 def read_ropes_by_kind(keys: ConfigReader, full: str, sliding: str) -> list[RopeConfig]:
@@ -105,18 +105,18 @@ def read_ropes_by_kind(keys: ConfigReader, full: str, sliding: str) -> list[Rope
     found = []
     for kind, base, kind_scaling in kinds:
         where = f"config.json: rope_parameters: {kind}"
-        own = check_value(nested.get(kind), dict[str, Any] | None, where, UnsupportedModelError)
-        given = {**(own or {}), **kind_scaling}
-        found.append(_rope(given, keys, base, 0, "rope_parameters", {}, partial=False))
+        inner = check_value(nested.get(kind), dict[str, Any] | None, where, UnsupportedModelError)
+        raw = {**(inner or {}), **kind_scaling}
+        found.append(_rope(raw, keys, base, 0, "rope_parameters", {}, partial=False))
     return found
 
 
 def read_rotary_dim(keys: ConfigReader, head_dim: int) -> int:
     """How many of the first dimensions of a head are rotated."""
     key, raw = _rope_dict(keys)
-    given, name = ConfigReader(raw, where=f"config.json: {key}"), "partial_rotary_factor"
+    rope_keys, name = ConfigReader(raw, where=f"config.json: {key}"), "partial_rotary_factor"
     outer = keys.get(name)
-    factor = given.get(name) if name in given else outer
+    factor = rope_keys.get(name) if name in rope_keys else outer
     size = keys.get("rotary_dim")
     setting = f"{name}={factor}" if size is None else f"rotary_dim={size}"
     size = int(head_dim * factor) if size is None else size
@@ -136,16 +136,16 @@ def _rope(
     raw: Json, keys: ConfigReader, base: str, original: int, key: str, extra: Mapping[str, bool],
     partial: bool,
 ) -> RopeConfig:  # fmt: skip
-    given = ConfigReader(raw, where=f"config.json: {key}")
-    kind = given.get("rope_type" if "rope_type" in given else "type")
+    rope_keys = ConfigReader(raw, where=f"config.json: {key}")
+    kind = rope_keys.get("rope_type" if "rope_type" in rope_keys else "type")
     kind = "longrope" if kind == "su" else kind
-    has_theta = "rope_theta" in given
+    has_theta = "rope_theta" in rope_keys
     # Why: an outer key is read, and so checked, even if the dict has one, which takes precedence.
     theta = keys.get(base) if base in keys.raw or not has_theta else None
-    theta = given.get("rope_theta") if has_theta else theta
+    theta = rope_keys.get("rope_theta") if has_theta else theta
     if not partial and kind != "proportional":
-        given.require_one_of("partial_rotary_factor", 1.0)
-    if kind == "dynamic" and "alpha" in extra and (alpha := given.get("alpha")):
+        rope_keys.require_one_of("partial_rotary_factor", 1.0)
+    if kind == "dynamic" and "alpha" in extra and (alpha := rope_keys.get("alpha")):
         # Source: the model code of HunYuan. With alpha, the angles do not depend on the length.
         size = keys.head_dim
         return RopeConfig(theta=theta * alpha ** (size / (size - 2)))
@@ -155,7 +155,7 @@ def _rope(
         )
     required, optional = ROPE_KEYS[kind]
     supported = required | optional | {name for name, supported in extra.items() if supported}
-    values = {name: given.get(name) for name in sorted(supported) if name in given}
+    values = {name: rope_keys.get(name) for name in sorted(supported) if name in rope_keys}
     values = {name: value for name, value in values.items() if value is not None}
     if missing := sorted(required - values.keys()):
         raise UnsupportedModelError(f"rope type {repr_short(kind)} needs {', '.join(missing)}")
@@ -167,7 +167,7 @@ def _rope(
     if kind in ("llama3", "yarn", "longrope"):
         from nanoengine.checkpoint.rope_parameters import COMPLETE
 
-        longest = original or given.get(ORIGINAL) or keys.require("max_position_embeddings")
+        longest = original or rope_keys.get(ORIGINAL) or keys.require("max_position_embeddings")
         values[ORIGINAL] = longest
         COMPLETE[kind](values, keys)
     if kind == "dynamic":

@@ -46,7 +46,7 @@ def check_sizes(config: ModelConfig, stored: Mapping[str, TensorInfo], names: Te
         shape = stored[name].shape if name in stored else ()
         if len(shape) > axis and shape[axis] != size:
             raise WeightLoadError(
-                f"config.json has {key}={size}, but the shape of {name} is {list(shape)}"
+                f"config.json has {key}={size}, but {name} has shape {list(shape)}"
             )
 
     def check_outputs(key: str, size: int, name: str) -> None:

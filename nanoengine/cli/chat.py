@@ -26,7 +26,7 @@ COMMANDS = ("/system", "/reset", "/quit")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatArgs(EngineArgs):
-    """A conversation with a model; /system, /reset and /quit are commands in it.
+    """A conversation with a model; /system, /reset and /quit are commands.
 
     examples:
       nanoengine chat demo
@@ -34,7 +34,7 @@ class ChatArgs(EngineArgs):
       nanoengine chat Qwen/Qwen3-0.6B --quantization int4 --max-tokens 2000
 
     Attributes:
-        system: System message at the beginning.
+        system: System message of the conversation.
     """
 
     sampling: SamplingArgs = field(default_factory=SamplingArgs)  # type: ignore[valid-type]
@@ -43,18 +43,18 @@ class ChatArgs(EngineArgs):
 
 def main(args: ChatArgs) -> None:
     """Runs a conversation until the end of the input."""
-    given = sampling_fields(args.sampling)
-    if given.get("n", 1) != 1:
-        raise ConfigError(f"--n must be 1: a conversation has one answer, got {given['n']}")
+    sampling = sampling_fields(args.sampling)
+    if sampling.get("n", 1) != 1:
+        raise ConfigError(f"--n must be 1 in a conversation, got {sampling['n']}")
     with suppress(ImportError):
         import readline  # noqa: F401  # adds line editing and history
 
     from nanoengine.llm import LLM
 
     with LLM(**engine_options(args)) as llm:
-        print("sampling:", sampling_line(llm.config, llm.info, given), file=sys.stderr)
-        unbounded = replace(llm.default_sampling_params, max_tokens=None)
-        Chat(llm, replace(unbounded, **given), args.system).run()
+        print("sampling:", sampling_line(llm.config, llm.info, sampling), file=sys.stderr)
+        unlimited = replace(llm.default_sampling_params, max_tokens=None)
+        Chat(llm, replace(unlimited, **sampling), args.system).run()
 
 
 @dataclass

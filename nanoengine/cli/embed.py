@@ -17,8 +17,8 @@ from tyro.conf import Positional, arg
 
 from nanoengine.cli.options import EngineArgs, engine_options
 from nanoengine.errors import ConfigError
-from nanoengine.jobs.paths import real_path
-from nanoengine.jobs.record_log import replacing
+from nanoengine.jobs.paths import resolved_path
+from nanoengine.jobs.record_log import atomic_write
 from nanoengine.jobs.rows import RowOptions, RowReader, require_columns
 from nanoengine.jobs.source import find_inputs, read_lines, require_pyarrow
 from nanoengine.settings.pooling import Pooling, PoolingParams
@@ -40,7 +40,7 @@ class EmbedArgs(EngineArgs):
             .parquet.
         output: A NumPy matrix, .npy, with one row per text; or a table, .parquet, with columns
             row, embedding and error.
-        prompt_column: The column that is the text.
+        prompt_column: Column that is the text.
         template: Jinja template over the columns that makes the text.
         dimensions: Keep only this many leading elements of each vector.
         pooling: Which hidden states are pooled: the last token's, the mean of all, or the first
@@ -61,50 +61,50 @@ def main(args: EmbedArgs) -> int:
     """Runs the command; returns 1 if a text has no vector, else 0.
 
     Raises:
-        ConfigError: an input, the output or an option is invalid; before the model loads.
+        ConfigError: an input, the output or an option is invalid; raised before the model loads.
     """
     if args.output.suffix not in (".npy", ".parquet"):
         raise ConfigError(f"--output must end in .npy or .parquet, got {str(args.output)!r}")
     if args.output.suffix == ".parquet":
         require_pyarrow("Parquet files")
-    output_path = real_path(args.output)
+    output_path = resolved_path(args.output)
     inputs = find_inputs(args.inputs)
     options = RowOptions(prompt_column=args.prompt_column, template=args.template)
     require_columns(inputs, options, MAX_ROW_BYTES)
     reader = RowReader(options)
-    cut = -1 if args.truncate else None
-    asked = PoolingParams(
-        dimensions=args.dimensions, pooling=args.pooling, truncate_prompt_tokens=cut
+    max_tokens = -1 if args.truncate else None
+    pooling_params = PoolingParams(
+        dimensions=args.dimensions, pooling=args.pooling, truncate_prompt_tokens=max_tokens
     )
     from nanoengine.features.pooling import Pooler
     from nanoengine.llm import LLM
 
-    found: dict[int, np.ndarray] = {}
+    vectors: dict[int, np.ndarray] = {}
     errors: dict[int, str] = {}
     with LLM(**engine_options(args)) as llm:
         pools = Pooler(llm.config, llm.info.max_model_len, lambda: llm.tokenizer)
-        params, places = pools.embed([], asked).params, dict[int, str]()
+        params, locations = pools.embed([], pooling_params).params, dict[int, str]()
 
         def rows() -> Iterator[Row]:
             for line in read_lines(inputs, MAX_ROW_BYTES):
                 task = reader.task(line)
-                places[line.row] = f"{line.input.name}:{line.number}"
-                prompt = task.error or pools.embed([task.prompt], asked).prompts[0]
+                locations[line.row] = f"{line.input.name}:{line.number}"
+                prompt = task.error or pools.embed([task.prompt], pooling_params).prompts[0]
                 yield Row(prompt, sampling_params=params)
 
         for output in llm.stream(rows(), on_error="record", use_tqdm=True):
-            place = places.pop(output.index)
+            location = locations.pop(output.index)
             if output.error is None:
-                found[output.index] = pools.vector(output.pooled, asked)
+                vectors[output.index] = pools.vector(output.pooled, pooling_params)
             else:
                 errors[output.index] = output.error
-                print(f"{place}: {output.error}", file=sys.stderr)
-        size = asked.dimensions or pools.hidden_size
-    matrix = np.full((len(found) + len(errors), size), np.nan, np.float32)
-    for row, vector in found.items():
+                print(f"{location}: {output.error}", file=sys.stderr)
+        size = pooling_params.dimensions or pools.hidden_size
+    matrix = np.full((len(vectors) + len(errors), size), np.nan, np.float32)
+    for row, vector in vectors.items():
         matrix[row] = vector
     write(output_path, matrix, errors)
-    print(f"{len(found)} vectors of {size} numbers, {len(errors)} errors", file=sys.stderr)
+    print(f"{len(vectors)} vectors of {size} elements, {len(errors)} errors", file=sys.stderr)
     return int(bool(errors))
 
 
@@ -114,7 +114,7 @@ def write(path: Path, matrix: np.ndarray, errors: dict[int, str]) -> None:
     Raises:
         OutputLostError: it can't be written.
     """
-    with replacing(path) as file:
+    with atomic_write(path) as file:
         if path.suffix == ".npy":
             np.save(file, matrix)
             return

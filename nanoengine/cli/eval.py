@@ -22,9 +22,9 @@ def main(args: Sequence[str]) -> int:
     """Runs the harness; returns the exit status."""
     model, *rest = args
     if model.startswith("-"):
-        raise ConfigError(f"nanoengine eval MODEL ...: the model comes first, got {model!r}")
+        raise ConfigError(f"MODEL must be the first argument of nanoengine eval, got {model!r}")
     if "," in model or "=" in model:
-        raise ConfigError(f"a path for lm-eval can't hold ',' or '=', got {model!r}")
+        raise ConfigError(f"MODEL must not contain ',' or '=' for lm-eval, got {model!r}")
     from nanoengine.bench import evaluation
 
     return evaluation.run(model_path(model), rest)

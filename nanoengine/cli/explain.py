@@ -19,8 +19,8 @@ class ExplainArgs:
 
     Attributes:
         recording: File of --trace.
-        request: Describe this request, from its arrival to its end.
-        step: Describe what this step did, and why.
+        request: Describe this request from its arrival to its end.
+        step: Describe what this step did and why.
     """
 
     recording: TraceFile
@@ -29,7 +29,7 @@ class ExplainArgs:
 
     def __post_init__(self) -> None:
         if self.request is not None and self.step is not None:
-            raise ConfigError("--request and --step are two questions: ask one at a time")
+            raise ConfigError("--request and --step can't be combined: give only one")
 
 
 def main(args: ExplainArgs) -> None:

@@ -8,7 +8,7 @@ import re
 
 def field_docs(options_class: type) -> dict[str, str]:
     """The description of each field of a class and its base classes."""
-    told: dict[str, str] = {}
+    docs: dict[str, str] = {}
     for cls in reversed(options_class.__mro__[:-1]):
-        told |= re.findall(r"^ {4}(\w+): ((?:.|\n {8})+)", inspect.getdoc(cls) or "", re.MULTILINE)
-    return {name: " ".join(text.split()) for name, text in told.items()}
+        docs |= re.findall(r"^ {4}(\w+): ((?:.|\n {8})+)", inspect.getdoc(cls) or "", re.MULTILINE)
+    return {name: " ".join(text.split()) for name, text in docs.items()}

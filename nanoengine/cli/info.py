@@ -129,7 +129,7 @@ def backend_lines(needs: dict[str, Any]) -> Iterable[str]:
         try:
             block_size = backend_class(name).default_block_size
             make_backend(name, block_size=block_size, **needs)
-            state = f"available, {block_size} tokens a block"
+            state = f"available, {block_size} tokens per block"
         except (NanoEngineError, ImportError) as error:
             state = f"not available: {error}"
         yield f"{name}: {state}{', chosen by auto' if name == chosen else ''}"
@@ -155,50 +155,50 @@ def model_lines(
     yield (
         f"context {m.max_position_embeddings:,} tokens, stored as {m.dtype}, runs in {_name(dtype)}"
     )
-    per_gib = f"{GIB // token_bytes:,} tokens a GiB"
-    yield f"KV cache: {token_bytes:,} bytes a token in {_name(kv_dtype)}, {per_gib}"
+    per_gib = f"{GIB // token_bytes:,} tokens per GiB"
+    yield f"KV cache: {token_bytes:,} bytes per token in {_name(kv_dtype)}, {per_gib}"
     if windows := set(m.sliding_windows) - {None}:
         yield f"sliding windows of {sorted(windows)} tokens"
     if moe:
-        yield f"{moe.num_experts} experts, {moe.num_experts_per_tok} a token"
+        yield f"{moe.num_experts} experts, {moe.num_experts_per_tok} per token"
     if states:
         size, count = state_bytes([states] * len(states.layers), dtype), len(states.layers)
-        much = f"as much as {size / token_bytes:,.0f} tokens"
-        yield f"state: {size:,} bytes a sequence in {count} layers, {much}"
+        in_tokens = f"as much as the KV cache of {size / token_bytes:,.0f} tokens"
+        yield f"recurrent state: {size:,} bytes per sequence in {count} layers, {in_tokens}"
 
 
 def ends_line(model: ModelConfig, tokenizer: Tokenizer | None) -> str:
-    """The tokens that end an answer, and where each is named: files, keys, the chat template."""
-    found = []
+    """The tokens that end an answer, each with its sources: files, keys, the chat template."""
+    tokens = []
     for token_id in model.eos_token_ids:
         text = f" {tokenizer.token_text(token_id)!r}" if tokenizer else ""
-        sources = ", ".join(source for source, named in model.eos_sources if named == token_id)
-        found.append(f"{token_id}{text} ({sources})")
-    return f"end with {', '.join(found) or 'no token of their own'}"
+        sources = ", ".join(source for source, end_id in model.eos_sources if end_id == token_id)
+        tokens.append(f"{token_id}{text} ({sources})")
+    return f"stop tokens: {', '.join(tokens) or 'none'}"
 
 
 def arithmetic_lines(
     quantization: Quantization | None, dtype: str, kv_cache_dtype: str
 ) -> Iterator[str]:
-    """How linear layers multiply, and the measured errors of lossy forms on real models."""
+    """How linear layers compute, and the measured errors of lossy formats on real models."""
     from nanoengine.bench.compare import LOSSY
 
-    forms, multiplied = [], f"{dtype} weights and activations"
+    formats, linear = [], f"{dtype} weights and activations"
     if quantization is not None:
         stored, is_int8 = quantization.stored, quantization.activations == "int8"
-        multiplied = str(quantization)
+        linear = str(quantization)
         if stored is None:
-            forms = [f"int{quantization.bits}{'' if is_int8 else '_weight_only'}"]
+            formats = [f"int{quantization.bits}{'' if is_int8 else '_weight_only'}"]
         elif is_int8 and stored.format == "gguf":
-            forms = ["stored"]  # Why only this: other formats have not been measured.
+            formats = ["stored"]  # Why only this: other formats have not been measured.
         if is_int8:
-            rotated = forms == ["int8"] or (stored and stored.format == "int-quantized")
-            multiplied += f", one scale per token and {'64 rotated' if rotated else '32'} inputs"
-    yield f"linear layers: {multiplied}; sums in float32"
-    for form in (*forms, *["KV cache in int8"] * (kv_cache_dtype == "int8")):
-        least, most = MEASURED_KL[form]
-        lossy = "lossy: " if most > LOSSY else ""
-        yield f"{lossy}{form}: mean KL of {least} to {most} to the same weights in float32"
+            rotated = formats == ["int8"] or (stored and stored.format == "int-quantized")
+            linear += f", one scale per token and {'64 rotated' if rotated else '32'} inputs"
+    yield f"linear layers: {linear}; sums in float32"
+    for name in (*formats, *["KV cache in int8"] * (kv_cache_dtype == "int8")):
+        low, high = MEASURED_KL[name]
+        lossy = "lossy: " if high > LOSSY else ""
+        yield f"{lossy}{name}: mean KL of {low} to {high} to the same weights in float32"
 
 
 def gguf_lines(path: Path) -> Iterable[str]:
@@ -210,14 +210,14 @@ def gguf_lines(path: Path) -> Iterable[str]:
     for name, tensor in file.tensors.items():
         part = next((part for part, names in GGUF_PARTS.items() if re.search(names, name)), "rest")
         parts.setdefault(part, []).append(tensor)
-    word = "with" if "tokenizer.chat_template" in file.metadata else "without"
-    yield f"{file.metadata.get('general.name', path.stem)}, {word} a chat template"
+    preposition = "with" if "tokenizer.chat_template" in file.metadata else "without"
+    yield f"{file.metadata.get('general.name', path.stem)}, {preposition} a chat template"
     for part, tensors in {**parts, "all": list(file.tensors.values())}.items():
-        numbers = sum(math.prod(tensor.shape) for tensor in tensors)
+        count = sum(math.prod(tensor.shape) for tensor in tensors)
         size = sum(tensor.num_rows * tensor.row_bytes for tensor in tensors)
         types = ", ".join(sorted({tensor.type for tensor in tensors}))
-        bits, gib = 8 * size / numbers, size / GIB
-        yield f"{part}: {numbers:,} numbers of {bits:.2f} bits, {gib:.2f} GiB: {types}"
+        bits, gib = 8 * size / count, size / GIB
+        yield f"{part}: {count:,} elements of {bits:.2f} bits, {gib:.2f} GiB: {types}"
 
 
 def kernel_lines(path: Path, activations: Literal["int8", "float"]) -> Iterable[str]:
@@ -247,7 +247,7 @@ MEASURED_KL = {
     "stored": (0.0008, 0.0036),
     "KV cache in int8": (0.0002, 0.0007),
 }
-"""Form -> smallest and largest mean KL of three trained models: docs/quantization.md."""
+"""Format -> smallest and largest mean KL of three trained models: docs/quantization.md."""
 
 GGUF_PARTS = {
     "embedding": "token_embd", "head": "^output\\.", "attention": "attn_|shortconv|ssm_",

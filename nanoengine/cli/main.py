@@ -1,9 +1,9 @@
 """`nanoengine COMMAND ...`: finds the command, parses its options, prints errors in one line.
 
-A command is a module, `nanoengine.cli.COMMAND`: a dataclass of options, `CommandArgs`, from which
-tyro derives its command line and help, and a `main` that takes it. A module without such a class
-parses its command line itself, and its help is its docstring. Only the module of the chosen command
-is imported, so help is shown without importing torch.
+A command is a module, `nanoengine.cli.COMMAND`, with a dataclass of options, `CommandArgs`, from
+which tyro derives the command line and help, and with a function `main` of these options. A module
+without such a class parses its command line itself, and its docstring is the help. Only the module
+of the chosen command is imported, so help does not import torch.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from nanoengine.cli import groups
 from nanoengine.errors import ConfigError, NanoEngineError
 
 COMMANDS = {
-    "batch": "answer files of rows; what is finished is kept, and a run resumes",
-    "generate": "complete prompts of the command line, a file or stdin",
-    "chat": "talk to a model, turn by turn",
-    "bench": "measure how fast a model runs here",
-    "viz": "draw a trace as a page, to step through a run and look at it",
-    "simulate": "try pool sizes and admission policies on a workload, no model",
-    "explain": "say in sentences what a trace shows: run, request or step",
-    "embed": "write a vector for each text of a file",
-    "compare": "measure what quantization or another file changes in a model",
+    "batch": "run files of rows as a job that can be resumed",
+    "generate": "complete prompts from the command line, a file or stdin",
+    "chat": "chat with a model in the terminal",
+    "bench": "measure the speed of a model on this machine",
+    "viz": "write a trace as an HTML page, to step through a run",
+    "simulate": "try pool sizes and admission policies on a workload, without a model",
+    "explain": "describe a traced run, request or step in sentences",
+    "embed": "write an embedding vector for each text of a file",
+    "compare": "compare quantizations or files of a model with a reference",
     "eval": "score a model on tasks of lm-evaluation-harness",
     "info": "show versions, device, attention backends and a model",
 }
@@ -72,20 +72,20 @@ def parse(options_class: type, prog: str, args: Sequence[str]) -> Any:
         SystemExit: an option is unknown or invalid, or help was requested; a text was printed.
     """
     parsed = tyro.cli(
-        groups.grouped(options_class),
+        groups.grouped_class(options_class),
         prog=prog,
         description=(inspect.getdoc(options_class) or "").partition("\n\nAttributes:")[0],
         args=args,
         config=(tyro.conf.OmitArgPrefixes,),
     )
-    return groups.flat(options_class, parsed)
+    return groups.flatten(options_class, parsed)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit status: 2 for an error with an explanation."""
     _open_standard_streams()
     if argv is None:  # Why: garbage collection at exit takes 0.6 of 3.1 s (Zen 3).
-        atexit.register(_end_without_a_walk)
+        atexit.register(_skip_final_collection)
     args = list(sys.argv[1:] if argv is None else argv)
     if not args or args[0] in (*HELP, "help"):
         print(usage())
@@ -106,16 +106,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         with warnings.catch_warnings():
             # Why: the user of a command doesn't need the location in the code.
-            warnings.showwarning = lambda told, *_, **__: print("warning:", told, file=sys.stderr)
+            warnings.showwarning = lambda text, *_, **__: print("warning:", text, file=sys.stderr)
             status = int(module.main(options) or 0)
         sys.stdout.flush()
         return status
     except BrokenPipeError:
-        _drop_output()
+        _discard_output()
         return PIPE_CLOSED
     except (NanoEngineError, OSError) as error:
         if isinstance(error, OSError):
-            _drop_output()
+            _discard_output()
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -123,17 +123,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         return INTERRUPTED
 
 
-def _end_without_a_walk() -> None:
+def _skip_final_collection() -> None:
     if "triton" not in sys.modules:  # which would report its remaining objects as leaks
         gc.freeze()
 
 
 def _open_standard_streams() -> None:
-    """Opens missing standard streams (as after `2>&-`), because the next opened file would get
-    their descriptor, and the messages. Output is UTF-8, whatever the terminal's encoding is."""
+    """Opens missing standard streams (as after `2>&-`), because otherwise the next opened file gets
+    their descriptor, and then the messages. Output is UTF-8 on every terminal."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
-            if name == "stdout":  # Why not writable: commands check this.
+            if name == "stdout":  # Why read-only: commands then report a closed stdout.
                 os.open(os.devnull, os.O_RDONLY)
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115  # It gets the lowest number.
     for stream in (sys.stdout, sys.stderr):
@@ -141,7 +141,7 @@ def _open_standard_streams() -> None:
             stream.reconfigure(encoding="utf-8", errors="backslashreplace")
 
 
-def _drop_output() -> None:
+def _discard_output() -> None:
     """Discards the remaining output, because Python would report the error again at exit."""
     with contextlib.suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -17,12 +17,12 @@ from nanoengine.settings.params import SamplingParams
 from nanoengine.settings.tiers import DiskTier, HostTier, Tier
 
 DEMO = "demo"
-OBJECTS = ("structured_outputs", "logits_processors", "extra_args", "kv_tiers")
-"""Settings without an option: objects are for rows and programs."""
-# Why not the class's own text: None means unlimited there, and "not given" here.
+WITHOUT_OPTION = ("structured_outputs", "logits_processors", "extra_args", "kv_tiers")
+"""Settings whose values are objects, which only rows and programs can set."""
+# Why not the text of SamplingParams: None means unlimited there, but "not given" here.
 MAX_TOKENS = (
-    "most tokens to generate. Without it: what the row says, else the model's own default, else"
-    " 256; in OpenAI's form 16 in a completion, all of the context in a chat, as in `chat`."
+    "Maximum number of tokens to generate. By default: the row's value, else the model's, else 256;"
+    " 16 for an OpenAI completion; the whole context for an OpenAI chat and in `nanoengine chat`."
 )
 
 ModelName = Annotated[Positional[str], arg(metavar="MODEL")]
@@ -38,8 +38,8 @@ class EngineArgs(EngineConfig):
         model: Directory of a Hugging Face checkpoint, a hub id, or demo: the small bundled model.
         kv_host_gib: Also keep full KV blocks in this much host memory [GiB], for when the device
             memory is full.
-        kv_disk: Also keep them in this directory, where they outlive the process; needs both
-            sizes.
+        kv_disk: Also keep them in this directory, where they outlive the process; needs
+            --kv-host-gib and --kv-disk-gib.
         kv_disk_gib: Maximum size of the directory for this model [GiB].
     """
 
@@ -60,21 +60,18 @@ class EngineArgs(EngineConfig):
         EngineConfig.__post_init__(self)
 
 
-def shared(cls: type, args: object) -> dict[str, Any]:
-    """The values of a command's options that are also fields of a class."""
-    return {one.name: getattr(args, one.name) for one in fields(cls) if hasattr(args, one.name)}
+def subset(cls: type, args: object) -> dict[str, Any]:
+    """The options in `args` that are also fields of a class, as its keywords."""
+    return {f.name: getattr(args, f.name) for f in fields(cls) if hasattr(args, f.name)}
 
 
 def engine_options(args: EngineConfig) -> dict[str, Any]:
-    """The fields of EngineConfig in a command's options, as keywords of `LLM`.
-
-    The model `demo` is the small one that comes with the package.
-    """
-    return shared(EngineConfig, args) | {"model": model_path(args.model)}
+    """The fields of EngineConfig in a command's options, as keywords of `LLM`."""
+    return subset(EngineConfig, args) | {"model": model_path(args.model)}
 
 
 def model_path(name: str) -> str:
-    """The path of the model `demo`; any other name unchanged."""
+    """The path of the small bundled model for the name `demo`; other names are unchanged."""
     from nanoengine.assets import demo_model_path
 
     return str(demo_model_path()) if name == DEMO else name
@@ -86,25 +83,25 @@ def sampling_fields(args: object) -> dict[str, Any]:
     Raises:
         RequestError: a value is out of range.
     """
-    given = {
+    params = {
         option.name: value
         for option in fields(SamplingArgs)
         if (value := getattr(args, option.name)) != option.default
     }
-    SamplingParams(**given)
-    return given
+    SamplingParams(**params)
+    return params
 
 
 def _sampling_options() -> list[tuple[str, Any, Any]]:
     """Name, type and default per field of SamplingParams; None means not given.
 
-    Why no seed: --seed is the engine's, from which each row's own seed is derived.
+    Why no seed: --seed is the engine's, from which the seeds of rows are derived.
     """
-    told = field_docs(SamplingParams) | {"max_tokens": MAX_TOKENS}
+    docs = field_docs(SamplingParams) | {"max_tokens": MAX_TOKENS}
     hints = typing.get_type_hints(SamplingParams)
     options: list[tuple[str, Any, Any]] = []
     for param in fields(SamplingParams):
-        if param.name in ("seed", *OBJECTS):
+        if param.name in ("seed", *WITHOUT_OPTION):
             continue
         kind, default = hints[param.name], None
         kinds = typing.get_args(kind | None)
@@ -114,7 +111,7 @@ def _sampling_options() -> list[tuple[str, Any, Any]]:
             kind, default = UseAppendAction[tuple[str, ...]], ()
         else:
             kind = (tuple[int, ...] if tuple[int, ...] in kinds else kind) | None
-        hint = Annotated[kind, arg(help=told[param.name])]
+        hint = Annotated[kind, arg(help=docs[param.name])]
         options.append((param.name, hint, dataclasses.field(default=default)))
     return options
 
@@ -122,4 +119,4 @@ def _sampling_options() -> list[tuple[str, Any, Any]]:
 SamplingArgs = dataclasses.make_dataclass(
     "SamplingArgs", _sampling_options(), frozen=True, kw_only=True
 )
-SamplingArgs.__doc__ = "How tokens are drawn; what is not given is the model's own default."
+SamplingArgs.__doc__ = "How tokens are sampled. By default, the model's own values apply."

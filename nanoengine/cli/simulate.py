@@ -1,6 +1,6 @@
 """`nanoengine simulate`: how a pool and a policy affect a workload, without a model.
 
-With `--fit`, step times are estimated from the steps that `nanoengine bench --json` recorded.
+With `--step-times`, times are estimated from the steps that `nanoengine bench --json` recorded.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Literal
 
 from nanoengine.bench.simulator import format_report, load_time_model, make_scheduler, simulate
 from nanoengine.bench.workload import STANDARD, make_workload
-from nanoengine.cli.options import shared
+from nanoengine.cli.options import subset
 from nanoengine.core.policies import make_policy
 from nanoengine.errors import ConfigError
 from nanoengine.observe.trace import Trace
@@ -30,23 +30,23 @@ class SimulateArgs:
     """Options of the simulator; options of the scheduler have the names of EngineConfig.
 
     Attributes:
-        num_blocks: Blocks of the simulated pool, including the null block.
+        num_blocks: Number of KV blocks in the simulated pool, including the null block.
         block_size: Tokens per KV block.
         workload: standard, shared-prefix, or a file: .csv (ContextTokens,GeneratedTokens), .jsonl
             (ids).
         num_requests: Number of requests, or of rows of the file; None: 256, or all rows.
         prefix_len: Length of the common prefix of shared-prefix [tokens].
         seed: Seed of lengths and ids.
-        length_cap: The scheduler sees this max_tokens and each request stops earlier by itself;
-            None: it sees the exact lengths, as in a benchmark that ignores EOS.
+        max_tokens: Give each request this max_tokens; it stops earlier, at its own length, as if by
+            EOS. By default, max_tokens is its length, as in a benchmark that ignores EOS.
         max_num_seqs: Maximum number of sequences that run at once.
         max_num_batched_tokens: Token budget per step.
         admission: The admission policy.
-        fit: Report of `nanoengine bench --json`, whose steps give the times.
+        step_times: Estimate times from the steps in this report of `nanoengine bench --json`.
         json: Print JSON.
         trace: Write the inputs of the scheduler to this file; see docs/trace.md.
-        trace_steps: End the trace before step B and show it from step A, as A:B; either may be
-            left out.
+        trace_steps: Show the trace from step A and end it before step B: A:B, where A and B are
+            optional.
     """
 
     num_blocks: int
@@ -55,23 +55,23 @@ class SimulateArgs:
     num_requests: int | None = None
     prefix_len: int = 512
     seed: int = 0
-    length_cap: int | None = None
+    max_tokens: int | None = None
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 8192
     admission: Literal["predictive", "watermark", "hysteresis"] = "predictive"
-    fit: Path | None = None
+    step_times: Path | None = None
     json: bool = False
     trace: str | None = None
     trace_steps: str | None = None
 
     def __post_init__(self) -> None:
-        require_positive(self, ConfigError, "num_requests", "prefix_len", "length_cap")
+        require_positive(self, ConfigError, "num_requests", "prefix_len", "max_tokens")
         self.steps()
 
     def steps(self) -> tuple[int, int | None]:
-        """The steps to trace. Why EngineConfig: it checks them, with the same errors."""
-        same = shared(EngineConfig, self)
-        return EngineConfig(model="-", num_kv_blocks=self.num_blocks, **same).traced_steps()
+        """The steps to trace. Why EngineConfig: it checks its options, with the same errors."""
+        options = subset(EngineConfig, self)
+        return EngineConfig(model="-", num_kv_blocks=self.num_blocks, **options).traced_steps()
 
 
 def main(args: SimulateArgs) -> None:
@@ -85,13 +85,13 @@ def main(args: SimulateArgs) -> None:
     items = make_workload(args.workload, scale, args.prefix_len, args.seed, _no_text)
     sizes = {name: getattr(args, name) for name in SIZES}
     scheduler = make_scheduler(policy=make_policy(args.admission), **sizes)
-    model = load_time_model(args.fit) if args.fit else None
+    model = load_time_model(args.step_times) if args.step_times else None
     with Trace(args.trace, scheduler, steps=args.steps()) if args.trace else nullcontext() as trace:
         report = simulate(
-            items, scheduler, length_cap=args.length_cap, time_model=model, trace=trace
+            items, scheduler, length_cap=args.max_tokens, time_model=model, trace=trace
         )
-    facts = asdict(report) | {"prefill_waste_frac": report.prefill_waste_frac}
-    print(json_module.dumps(facts, indent=2) if args.json else format_report(report))
+    result = asdict(report) | {"prefill_waste_frac": report.prefill_waste_frac}
+    print(json_module.dumps(result, indent=2) if args.json else format_report(report))
 
 
 def _no_text(text: str) -> Sequence[int]:

@@ -25,7 +25,7 @@ class VizArgs:
     Attributes:
         recording: File of --trace.
         output: The page; None: next to the trace, as .html.
-        trace_steps: Show the steps from A to before B, as A:B; either may be left out.
+        trace_steps: Show the steps from A to before B: A:B, where A and B are optional.
         tokenizer: Directory of a model, whose tokenizer decodes the tokens; None: the tokenizer of
             the run, if it is on this machine.
     """
@@ -47,8 +47,8 @@ def main(args: VizArgs) -> None:
     recording = read_trace(args.recording)
     text_of = token_decoder(recording, args.tokenizer)
     data = page_data(recording, steps=steps, text_of=text_of, title=args.recording.name)
-    bare = args.recording.with_name(args.recording.name.removesuffix(".gz"))
-    path = args.output or bare.with_suffix(".html")
+    uncompressed = args.recording.with_name(args.recording.name.removesuffix(".gz"))
+    path = args.output or uncompressed.with_suffix(".html")
     path.write_text(page(data), encoding="utf-8")
     for note in data.meta["thinned"]:
         print(f"note: {note}")

@@ -159,12 +159,9 @@ class Scheduler:
         budget = self._schedule_running(plan, scheduled)
         if self.waiting.num_waiting and not plan.preempted:
             self.admit(plan, scheduled, budget)
-        if (
-            self.extras_scheduling is not None
-            and not scheduled
-            and not any(self._in_flight.values())
-        ):
-            self.extras_scheduling.break_deadlock(plan, scheduled)
+        extras = self.extras_scheduling
+        if extras is not None and not scheduled and not any(self._in_flight.values()):
+            extras.break_deadlock(plan, scheduled)
         # Why last: a fork of this step may use the row of a sequence preempted in this step.
         if self.rows.has_changes:
             self.rows.write_changes(plan)

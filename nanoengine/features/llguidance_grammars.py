@@ -73,7 +73,8 @@ class LLGuidance:
         self.threads = LLExecutor(torch.get_num_threads())
         vocab = known["model"]["vocab"]
         names = vocab if isinstance(vocab, dict) else {name: i for i, (name, _) in enumerate(vocab)}
-        self.digit_endings = {i: name for name, i in names.items() if name[-1:].isdecimal()}
+        # Tokens that end with digits: id -> name.
+        self.numerals = {i: name for name, i in names.items() if name[-1:].isdecimal()}
         digits = [i for name, i in names.items() if name[:1].isdecimal() and i < vocab_size]
         bits = np.zeros(-(-vocab_size // 32) * 32, np.uint8)
         bits[digits] = 1
@@ -96,8 +97,7 @@ class LLGuidance:
             error = str(raised)
         if error:
             raise RequestError(f"structured_outputs can't be compiled: {_user_message(error)}")
-        digit_endings = self.digit_endings if spec.schema else {}
-        return LLGuidanceGrammar(matcher, self.eos_token_ids, digit_endings)
+        return LLGuidanceGrammar(matcher, self.eos_token_ids, self.numerals if spec.schema else {})
 
     def fill(self, grammars: Sequence[LLGuidanceGrammar], masks: np.ndarray) -> None:
         """See `GrammarLibrary`."""
@@ -117,20 +117,20 @@ class LLGuidance:
 class LLGuidanceGrammar:
     """The state of one text in a grammar; a `Grammar`."""
 
-    __slots__ = ("digit_endings", "eos_token_ids", "matcher", "num_digits")
+    __slots__ = ("eos_token_ids", "matcher", "num_digits", "numerals")
 
     def __init__(
         self,
         matcher: LLMatcher,
         eos_token_ids: tuple[int, ...],
-        digit_endings: Mapping[int, str],
+        numerals: Mapping[int, str],
         num_digits: int = 0,
     ) -> None:
         self.matcher, self.eos_token_ids = matcher, eos_token_ids
-        self.digit_endings, self.num_digits = digit_endings, num_digits
+        self.numerals, self.num_digits = numerals, num_digits
 
     def accept(self, token_id: int) -> None:
-        run = self.digit_endings.get(token_id, "")
+        run = self.numerals.get(token_id, "")
         before = run.rstrip("0123456789")
         self.num_digits = len(run) - len(before) + (self.num_digits if run and not before else 0)
         if token_id in self.eos_token_ids or self.matcher.consume_token(token_id):
@@ -147,7 +147,7 @@ class LLGuidanceGrammar:
 
     def fork(self) -> LLGuidanceGrammar:
         copy = self.matcher.deep_copy()
-        return LLGuidanceGrammar(copy, self.eos_token_ids, self.digit_endings, self.num_digits)
+        return LLGuidanceGrammar(copy, self.eos_token_ids, self.numerals, self.num_digits)
 
     def forced_tokens(self) -> list[int]:
         """See `RowState`. Without EOS ids: the token after the drafts is sampled in this step."""

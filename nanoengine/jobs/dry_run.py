@@ -3,8 +3,8 @@
     rows ── RowReader ── chat template, tokenizer, limits, grammars ── one line per failing row
                                                                     └─ tokens of the others
 
-It finds the rows that a job would refuse, in seconds and without weights. It can't find prompts
-that don't fit into the KV cache, or failures while rows run. `cli/batch.py` calls it.
+It finds rows that can't run, in seconds and without weights. It can't find prompts that don't fit
+into the KV cache, or failures while rows run. `cli/batch.py` calls it.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from nanoengine.checkpoint.find import resolve_model
 from nanoengine.core.requests import RequestChecker
 from nanoengine.features.logits_processors import LogitsProcessors
 from nanoengine.jobs.job import JobOptions, count_rows, tasks_of
-from nanoengine.jobs.paths import Paths
-from nanoengine.jobs.rows import RowReader, read_by
+from nanoengine.jobs.paths import JobPaths
+from nanoengine.jobs.rows import RowReader, reader_args
 from nanoengine.jobs.source import RowError, find_inputs
 from nanoengine.settings.config import EngineConfig
 from nanoengine.settings.params import SamplingParams
@@ -35,8 +35,8 @@ def dry_run(options: JobOptions, config: EngineConfig, model: str) -> int:
     Raises:
         ConfigError: a job would be refused for the same reason.
     """
-    is_own = Paths(options.output, options.errors, options.summary_json).is_own
-    inputs = find_inputs(options.inputs, options.input_format, is_own)
+    is_job_file = JobPaths(options.output, options.errors, options.summary_json).is_job_file
+    inputs = find_inputs(options.inputs, options.input_format, is_job_file)
     count_rows(inputs, options)
     tokenizer = None if config.skip_tokenizer_init else Tokenizer.of(config)
     model_config = with_tokenizer_eos(load_model_config(resolve_model(config)), tokenizer)
@@ -46,10 +46,10 @@ def dry_run(options: JobOptions, config: EngineConfig, model: str) -> int:
         max_model_len=config.max_model_len or model_config.max_position_embeddings,
         generation_defaults=model_config.generation_defaults,
     )
-    room: Any = SimpleNamespace(can_ever_allocate=lambda num_tokens: True)
-    checker = RequestChecker(limits, room, LogitsProcessors(config, model_config))
+    blocks: Any = SimpleNamespace(can_ever_allocate=lambda num_tokens: True)
+    checker = RequestChecker(limits, blocks, LogitsProcessors(config, model_config))
     prompts = PromptReader(tokenizer, checker, SamplingParams)
-    reader = RowReader(options, *read_by(model, config, limits, lambda: prompts.tokenizer))
+    reader = RowReader(options, *reader_args(model, config, limits, lambda: prompts.tokenizer))
     num_rows = num_failed = num_prompt = longest = num_output = 0
     for task in tasks_of(inputs, options, reader):
         if task is PAUSE:
@@ -68,8 +68,8 @@ def dry_run(options: JobOptions, config: EngineConfig, model: str) -> int:
             num_failed += 1
             print(f"{task.input.name}:{task.number}: {error.code}: {error}")
     print(
-        f"{num_rows:,} rows, of which {num_failed:,} would fail; {num_prompt:,} prompt tokens,"
-        f" {longest:,} in the longest; at most {num_output:,} tokens to generate",
+        f"{num_rows:,} rows, {num_failed:,} would fail; {num_prompt:,} prompt tokens, at most"
+        f" {longest:,} per prompt; at most {num_output:,} output tokens",
         file=sys.stderr,
     )
     return 1 if num_failed else 0

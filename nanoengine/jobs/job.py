@@ -1,8 +1,8 @@
 """A job before and after the model runs: its inputs, its output files, and which rows are done.
 
-Job(options, facts)       finds inputs, locks the output, compares manifests, before a model loads
-job.work(model, *facts)   the rows that have no record yet
-job.complete()            --in-order, Parquet and CSV
+Job(options, describe)          finds inputs, locks the output, compares manifests; loads no model
+job.work(model, *reader_args)   the rows that have no record yet
+job.complete()                  sorts the output, or writes the Parquet or CSV file
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from typing import Any
 from nanoengine.errors import ConfigError, NanoEngineError
 from nanoengine.jobs import manifest as manifests
 from nanoengine.jobs.journal import Journal, last_process
-from nanoengine.jobs.paths import STDOUT, Paths, real_path
-from nanoengine.jobs.prefetch import Ahead
+from nanoengine.jobs.paths import STDOUT, JobPaths, resolved_path
+from nanoengine.jobs.prefetch import Prefetcher
 from nanoengine.jobs.record_log import PipeRecordLog, RecordLog
 from nanoengine.jobs.records import Recorder
-from nanoengine.jobs.reorder import ordered
+from nanoengine.jobs.reorder import reordered
 from nanoengine.jobs.rows import Kind, RowOptions, RowReader, Task, kind_of, require_columns
 from nanoengine.jobs.source import (
     STDIN,
@@ -44,8 +44,8 @@ from nanoengine.text.prompt_forms import PAUSE, Pause
 from nanoengine.version import __version__
 
 MIB = 1 << 20
-MOST_ROW_MIB = 1024
-ROW_OPTIONS = {one.name for one in fields(RowOptions)} - {"any_model", "trust_row_templates"}
+ROW_MIB_LIMIT = 1024
+ROW_OPTIONS = {field.name for field in fields(RowOptions)} - {"ignore_model", "trust_row_templates"}
 """Options of rows that answers depend on."""
 
 
@@ -56,16 +56,17 @@ class JobOptions(RowOptions):
     Attributes:
         inputs: Files, globs, or - for stdin: .jsonl, .json, .txt, .csv, .tsv, compressed or not,
             .parquet.
-        output: Where records go: .jsonl, .csv, .tsv, .parquet, or - for stdout.
-        input_format: Format of the inputs, whatever their suffixes.
-        errors: Write error records to this file, apart from answers.
-        in_order: Sort the finished file into the order of the inputs.
-        strict: Refuse to start if a custom_id, or an id, occurs twice.
-        restart: Start over; an earlier output is moved aside, as OUTPUT.1.
+        output: File for the records: .jsonl, .csv, .tsv, .parquet, or - for stdout.
+        input_format: Format of the inputs, regardless of their suffixes.
+        errors: Write error records to this file instead of the output.
+        sort_output: Sort the finished output into the order of the inputs.
+        require_unique_ids: Refuse to start if a custom_id or an id occurs twice.
+        restart: Start over; an earlier output is renamed to OUTPUT.1.
         retry_errors: In a resumed job, run failed rows again.
-        keep_input_order: Run rows in the order of the inputs; it changes no result, only the speed.
+        reorder: Run rows with a common prefix together, and the longest rows first at the end. Only
+            the speed depends on it.
         max_errors: Stop, with exit code 3, if more rows than this fail.
-        max_row_mib: A larger row becomes an error record [MiB].
+        max_row_mib: Maximum size of a row; a larger one becomes an error record [MiB].
         summary_json: Also write the summary to this file.
     """
 
@@ -73,11 +74,11 @@ class JobOptions(RowOptions):
     output: str
     input_format: Form | None = None
     errors: str | None = None
-    in_order: bool = False
-    strict: bool = False
+    sort_output: bool = False
+    require_unique_ids: bool = False
     restart: bool = False
     retry_errors: bool = False
-    keep_input_order: bool = False
+    reorder: bool = True
     max_errors: int | None = None
     max_row_mib: float = 16.0
     summary_json: Path | None = None
@@ -97,25 +98,26 @@ class Job:
 
     Args:
         options: the options of the job.
-        facts: returns what results depend on in model and engine, for the manifest. Why a function:
-            a job that is refused must not read weights.
+        describe: returns what answers depend on in model and engine, for the manifest. Why a
+            function: it reads all weights, which a refused job must not do.
 
     Attributes:
-        num_rows: rows of all inputs, as far as they can be counted; None with stdin.
+        num_rows: rows of all inputs; None with stdin.
         num_done, num_failed: rows that had a record at the start, and the failed ones among them.
-        done: one byte per row of the files, 1 if it has a record. Rows of stdin have none.
+        done: one byte per row of the files, 1 if it has a record; empty with stdin.
         log: the records.
-        is_complete: no row is left.
+        is_complete: all rows have a record.
 
     Raises:
-        ConfigError: an input, an output or an earlier job doesn't allow it; no file was changed.
+        ConfigError: an input, the output or an option is invalid, or the output belongs to another
+            job; no file was changed.
     """
 
-    def __init__(self, options: JobOptions, facts: Callable[[], Mapping[str, Any]]) -> None:
+    def __init__(self, options: JobOptions, describe: Callable[[], Mapping[str, Any]]) -> None:
         self.options = options
-        self._paths = Paths(options.output, options.errors, options.summary_json)
-        self.inputs = find_inputs(options.inputs, options.input_format, self._paths.is_own)
-        self._has_stdin = any(one.name == STDIN for one in self.inputs)
+        self._paths = JobPaths(options.output, options.errors, options.summary_json)
+        self.inputs = find_inputs(options.inputs, options.input_format, self._paths.is_job_file)
+        self._has_stdin = any(source.name == STDIN for source in self.inputs)
         self._check()
         self._paths.check(self.inputs)
         self.num_failed = 0
@@ -128,37 +130,35 @@ class Job:
             self.num_rows = count_rows(self.inputs, options)
             self.done = bytearray(self.num_rows or 0)
             if isinstance(self.log, RecordLog):
-                self.journal = self._resume(facts)
+                self.journal = self._resume(describe)
                 close = self.journal.close
                 stack.callback(lambda: close(is_complete=self.is_complete))
-            elif any(log.num_bytes for log in self._files()):
+            elif any(log.num_bytes for log in self._record_logs()):
                 raise ConfigError(
-                    f"--errors {options.errors!r} exists, and beside an output that can't be read"
-                    " again nobody can tell what job it is of: name another file"
+                    f"--errors {options.errors!r} exists, but a job whose --output is a pipe can't"
+                    " be resumed: give a new file"
                 )
-            self._closing = stack.pop_all()
+            self._exit_stack = stack.pop_all()
         self.num_done = self.done.count(1)
 
     def _check(self) -> None:
+        """Raises ConfigError if options are out of range or contradict each other."""
         options = self.options
-        has_size = 0 < options.max_row_mib <= MOST_ROW_MIB
+        has_size, max_errors = 0 < options.max_row_mib <= ROW_MIB_LIMIT, options.max_errors or 0
         is_stdout = options.output == STDOUT
-        refused = {
-            f"--max-row-mib must be greater than 0 and at most {MOST_ROW_MIB:,}, got"
+        errors = {
+            f"--max-row-mib must be greater than 0 and at most {ROW_MIB_LIMIT:,}, got"
             f" {options.max_row_mib}": not has_size,
-            f"--max-errors must be at least 0, got {options.max_errors}": (
-                (options.max_errors or 0) < 0
-            ),
-            "--strict reads all rows before any runs, and stdin comes once: give a file": (
-                options.strict and self._has_stdin
-            ),
-            "--in-order and --retry-errors need an --output that can be read again, not -": (
-                is_stdout and (options.in_order or options.retry_errors)
+            f"--max-errors must be at least 0, got {max_errors}": max_errors < 0,
+            "--require-unique-ids reads all rows before any runs, which stdin does not allow: give"
+            " a file": options.require_unique_ids and self._has_stdin,
+            "--sort-output and --retry-errors need an --output that can be read again, not -": (
+                is_stdout and (options.sort_output or options.retry_errors)
             ),
             "--output - writes to stdout, which is closed": is_stdout and not _is_writable(1),
         }
-        for message, is_so in refused.items():
-            if is_so:
+        for message, is_wrong in errors.items():
+            if is_wrong:
                 raise ConfigError(message)
         if self._paths.table == ".parquet":
             require_pyarrow("Parquet files")
@@ -166,7 +166,7 @@ class Job:
     # --- the output -----------------------------------------------------------------------------
 
     def _open_logs(self, stack: contextlib.ExitStack) -> None:
-        """Opens the output, and the file of errors if there is one; the stack closes them."""
+        """Opens the output, and the file for --errors if it is given; the stack closes them."""
         self.log = self._error_log = self._open_log(self.options.output, stack)
         name, path = self.options.errors, self._paths.errors_manifest
         if name is None or path is None:
@@ -177,7 +177,9 @@ class Job:
         )
         # Why: two jobs with one file would each count the other's rows as its own.
         if owner is not None and owner["errors_of"] != self._paths.errors_of:
-            raise ConfigError(f"--errors {name!r} is of another job, see {path}: name another file")
+            raise ConfigError(
+                f"--errors {name!r} belongs to another job, see {path}: give another file"
+            )
 
     def _open_log(self, name: str, stack: contextlib.ExitStack) -> RecordLog | PipeRecordLog:
         log: RecordLog | PipeRecordLog
@@ -191,23 +193,23 @@ class Job:
                 raise ConfigError(f"output {name!r} can't be written: {error.strerror}") from error
         else:
             is_table = self._paths.table and name == self.options.output
-            path = self._paths.table_log if is_table else real_path(name)
-            log = RecordLog(path, lambda: last_process(self._paths.runs))
+            path = self._paths.table_log if is_table else resolved_path(name)
+            log = RecordLog(path, lambda: last_process(self._paths.journal))
         stack.push(lambda error, *_: log.close(drop_empty=error is not None))
         return log
 
-    def _files(self) -> list[RecordLog]:
-        """The logs that can be read back."""
-        both = dict.fromkeys((self.log, self._error_log))
-        return [log for log in both if isinstance(log, RecordLog)]
+    def _record_logs(self) -> list[RecordLog]:
+        """The logs that can be read back: not pipes."""
+        logs = dict.fromkeys((self.log, self._error_log))
+        return [log for log in logs if isinstance(log, RecordLog)]
 
-    def _resume(self, facts: Callable[[], Mapping[str, Any]]) -> Journal:
-        """Compares with the earlier job, if there is one, and reads back which rows it has done."""
+    def _resume(self, describe: Callable[[], Mapping[str, Any]]) -> Journal:
+        """Checks that an earlier job on this output is the same one, and reads its records."""
         paths, options = self._paths, self.options
-        now = {
+        manifest = {
             "format": manifests.FORMAT,
             "nanoengine": __version__,
-            **facts(),
+            **describe(),
             "rows": {k: v for k, v in asdict(options).items() if k in ROW_OPTIONS},
             "max_row_mib": options.max_row_mib,
             "errors": options.errors,
@@ -215,75 +217,79 @@ class Job:
             "created": self.created,
             "inputs": self._inputs_at_start,
         }
-        now = json.loads(json.dumps(now))  # as it will be read back
+        manifest = json.loads(json.dumps(manifest))  # as it will be read back
         if options.restart:
             with contextlib.ExitStack() as stack:
-                for log in self._files():
-                    stack.enter_context(log.put_down())
+                for log in self._record_logs():
+                    stack.enter_context(log.file_closed())
                 paths.move_aside()
-        before = manifests.load(paths.manifest, created=int, inputs=list)
-        has_records = any(log.num_bytes for log in self._files())
+        earlier = manifests.load(paths.manifest, created=int, inputs=list)
+        has_records = any(log.num_bytes for log in self._record_logs())
         # Why the table too: it would be replaced at the end.
         if has_records or (paths.table and paths.output.exists() and paths.output.stat().st_size):
-            if before is None:
+            if earlier is None:
                 raise ConfigError(
-                    f"output {options.output!r} exists, and no {paths.manifest.name} beside it says"
-                    f" what job it is of: {manifests.ASIDE}"
+                    f"output {options.output!r} exists without {paths.manifest.name}, which"
+                    f" describes its job: {manifests.START_OVER_HINT}"
                 )
-            if now["stdin"]:
+            if manifest["stdin"]:
                 raise ConfigError(
-                    "a job that reads stdin can't be resumed, as nobody knows what came then: give"
-                    f" a file; or {manifests.ASIDE}"
+                    "a job that reads stdin can't be resumed, because its rows can't be read again:"
+                    f" give a file; or {manifests.START_OVER_HINT}"
                 )
-            manifests.require_same(before, now, self.inputs)
+            manifests.require_same(earlier, manifest, self.inputs)
             self._read_back()
-        elif before is not None and {**before, "created": 0} != {**now, "created": 0}:
-            before = None  # another job, without any answer
-        if before is None or options.retry_errors:
-            paths.runs.unlink(missing_ok=True)
-        if before is not None:
-            now["created"] = self.created = before["created"]
-        if len(self._files()) > 1 and not paths.errors_manifest.exists():
+        elif earlier is not None and {**earlier, "created": 0} != {**manifest, "created": 0}:
+            earlier = None  # another job, without a record
+        if earlier is None or options.retry_errors:
+            paths.journal.unlink(missing_ok=True)
+        if earlier is not None:
+            manifest["created"] = self.created = earlier["created"]
+        if len(self._record_logs()) > 1 and not paths.errors_manifest.exists():
             owner = {"format": manifests.FORMAT, "errors_of": paths.errors_of}
             manifests.save(paths.errors_manifest, owner)
-        if before != now:
-            manifests.save(paths.manifest, now)
-        return Journal(paths.runs, self.done.count(1), self.is_done)
+        if earlier != manifest:
+            manifests.save(paths.manifest, manifest)
+        return Journal(paths.journal, self.done.count(1), self.is_done)
 
     def _read_back(self) -> None:
         """Marks rows with a record as done; with `retry_errors`, only rows that did not fail."""
-        for log in self._files():
-            kept, num_bad, num_dropped = array("q"), 0, 0
+        for log in self._record_logs():
+            kept, num_bad, num_to_retry = array("q"), 0, 0
             for record in log.records(self.num_rows):
                 if record is None or self.done[record.row]:
                     num_bad += 1
                 elif record.failed and self.options.retry_errors:
-                    num_dropped += 1
+                    num_to_retry += 1
                 else:
                     kept.append(record.offset)
                     self.done[record.row] = 1
                     self.num_failed += record.failed
-            if num_bad > len(kept) + num_dropped:
+            num_good = len(kept) + num_to_retry
+            if num_bad > num_good:
                 raise ConfigError(
-                    f"{log.path}: most lines are no records of this job, {num_bad:,} beside"
-                    f" {len(kept) + num_dropped:,} that are: bring back what it was; or"
-                    f" {manifests.ASIDE}"
+                    f"{log.path}: most lines are not records of this job ({num_bad:,} of"
+                    f" {num_bad + num_good:,}): restore the file; or {manifests.START_OVER_HINT}"
                 )
-            log.mend_end()
+            log.repair_end()
             if num_bad:
-                told = f"{num_bad:,} lines are no records, or of rows that have one: they are"
-                told += " dropped, and rows without any run again"
-                warnings.warn(f"{log.path}: {told}", stacklevel=1)
-            if num_bad or num_dropped:
+                message = f"{num_bad:,} lines are not records, or repeat the record of a row: they"
+                message += " are dropped, and rows without a record run again"
+                warnings.warn(f"{log.path}: {message}", stacklevel=1)
+            if num_bad or num_to_retry:
                 log.rewrite(kept)
 
     # --- the rows -------------------------------------------------------------------------------
 
-    def work(self, model: str, *facts: Any) -> Work:
-        """The remaining work, for a model; `facts` are the further arguments of `RowReader`."""
+    def work(self, model: str, *reader_args: Any) -> Work:
+        """The remaining work, for a model.
+
+        Args:
+            reader_args: the arguments of `RowReader` after `model`; see `rows.reader_args`.
+        """
         options, journal = self.options, self.journal
-        reader, recorder = self.reader(model, *facts)
-        counts = {} if journal is None else journal.counts
+        reader, recorder = self.reader(model, *reader_args)
+        crashes = {} if journal is None else journal.crashes
 
         def finish(task: Task, result: Result) -> None:
             if task.row < len(self.done):
@@ -291,13 +297,13 @@ class Job:
             log = self._error_log if isinstance(result, RowError) else self.log
             log.append(recorder.record(task, result))
 
-        tasks = self.tasks(reader, lambda row: not self.is_done(row) and row not in counts)
-        suspects = self.tasks(reader, counts.__contains__) if counts else ()
+        tasks = self.tasks(reader, lambda row: not self.is_done(row) and row not in crashes)
+        suspects = self.tasks(reader, crashes.__contains__) if crashes else ()
         return Work(
-            tasks if options.keep_input_order else ordered(tasks),
+            reordered(tasks) if options.reorder else tasks,
             finish,
-            suspects=[(task, counts[task.row]) for task in suspects],
-            note=lambda task: None if journal is None else journal.note(task.row),
+            suspects=[(task, crashes[task.row]) for task in suspects],
+            on_start=lambda task: None if journal is None else journal.record_start(task.row),
             max_errors=options.max_errors,
         )
 
@@ -305,18 +311,18 @@ class Job:
         """Whether a row has a record."""
         return row < len(self.done) and self.done[row] == 1
 
-    def reader(self, model: str, *facts: Any) -> tuple[RowReader, Recorder]:
-        """Makes the reader of tasks and the writer of records; the arguments are as for `work`."""
-        return RowReader(self.options, model, *facts), Recorder(model, self.created)
+    def reader(self, model: str, *reader_args: Any) -> tuple[RowReader, Recorder]:
+        """The reader of rows and the maker of records; the arguments are as for `work`."""
+        return RowReader(self.options, model, *reader_args), Recorder(model, self.created)
 
-    def tasks(self, reader: RowReader, wanted: Callable[[int], bool]) -> Iterator[Task | Pause]:
-        """The tasks of the wanted rows."""
-        return tasks_of(self.inputs, self.options, reader, wanted)
+    def tasks(self, reader: RowReader, include: Callable[[int], bool]) -> Iterator[Task | Pause]:
+        """The tasks of the rows for which `include` is true."""
+        return tasks_of(self.inputs, self.options, reader, include)
 
     # --- the end --------------------------------------------------------------------------------
 
     def complete(self) -> None:
-        """Finishes the output once all rows have a record: sorts it, or writes the table.
+        """Finishes the output when all rows have a record: sorts it, or writes the table.
 
         Raises:
             OutputLostError: the file has lost records that were written.
@@ -328,52 +334,52 @@ class Job:
         if self._paths.table and isinstance(self.log, RecordLog):
             from nanoengine.jobs import tables
 
-            to = self.log, _in_order(self.log), self._paths.output
+            args = self.log, _sorted_offsets(self.log), self._paths.output
             if self._paths.table == ".parquet":
-                tables.write_parquet(*to)
+                tables.write_parquet(*args)
             else:
-                tables.write_csv(*to, *csv_dialect(self.inputs))
-        elif self.options.in_order:
-            for log in self._files():
-                log.rewrite(_in_order(log))
+                tables.write_csv(*args, *csv_dialect(self.inputs))
+        elif self.options.sort_output:
+            for log in self._record_logs():
+                log.rewrite(_sorted_offsets(log))
         self.is_complete = True
 
     def _require_all(self) -> None:
-        for told in manifests.changed_inputs(self._inputs_at_start):
+        for message in manifests.changed_inputs(self._inputs_at_start):
             raise InputChangedError(
-                f"{told} while the job ran, so some answers may be to other rows: --restart begins"
-                " anew"
+                f"{message} while the job ran, so answers may belong to other rows: start over with"
+                " --restart"
             )
         # Why not Parquet: a damaged file yields fewer rows than it declares, and an error record.
-        is_counted = self.num_rows is not None and all(one.form != "parquet" for one in self.inputs)
+        is_exact = all(source.form != "parquet" for source in self.inputs)
         num_done = self.done.count(1)
-        if is_counted and num_done < self.num_rows:
+        if self.num_rows is not None and is_exact and num_done < self.num_rows:
             raise InputChangedError(
-                f"{self.num_rows - num_done:,} of {self.num_rows:,} rows have no record: an"
-                " input was not whole while it was read; the same command runs them"
+                f"{self.num_rows - num_done:,} of {self.num_rows:,} rows have no record, because an"
+                " input was incomplete while it was read: run the same command again"
             )
 
     def close(self) -> None:
         """Releases the output for other processes."""
-        self._closing.close()
+        self._exit_stack.close()
 
 
 def count_rows(inputs: list[Input], options: JobOptions) -> int | None:
-    """Counts the rows of the inputs, as far as possible; None with stdin.
+    """The number of rows of the inputs; None with stdin. Warns about duplicate ids.
 
     Raises:
-        ConfigError: --strict, and an id occurs twice; or see `require_columns`.
+        ConfigError: an id occurs twice, with `require_unique_ids`; or see `require_columns`.
     """
     require_columns(inputs, options, options.max_row_bytes)
-    if any(one.name == STDIN for one in inputs):
+    if any(source.name == STDIN for source in inputs):
         return None
     num_rows, duplicates = survey(inputs, options.max_row_bytes)
     if not num_rows:
         warnings.warn("the inputs have no rows", stacklevel=1)
-    if duplicates and options.strict:
-        raise ConfigError("--strict: " + "; ".join(duplicates))
-    for told in duplicates:
-        warnings.warn(f"{told}: both are answered, by equal random numbers", stacklevel=1)
+    if duplicates and options.require_unique_ids:
+        raise ConfigError("--require-unique-ids: " + "; ".join(duplicates))
+    for duplicate in duplicates:
+        warnings.warn(f"{duplicate}: both rows run, with equal random numbers", stacklevel=1)
     return num_rows
 
 
@@ -381,39 +387,41 @@ def tasks_of(
     inputs: list[Input],
     options: JobOptions,
     reader: RowReader,
-    wanted: Callable[[int], bool] = lambda row: True,
+    include: Callable[[int], bool] = lambda row: True,
 ) -> Iterator[Task | Pause]:
-    """The tasks of the wanted rows of the inputs."""
+    """The tasks of the rows for which `include` is true; PAUSE while stdin has no row."""
     kinds: dict[Input, Kind] = {}
     lines: Iterable[Line | Pause] = read_lines(inputs, options.max_row_bytes)
-    for line in Ahead(lines) if any(one.name == STDIN for one in inputs) else lines:
+    if any(source.name == STDIN for source in inputs):
+        lines = Prefetcher(lines)
+    for line in lines:
         if line is PAUSE:
             yield PAUSE
-        elif wanted(line.row):
+        elif include(line.row):
             if line.input not in kinds:
                 kinds[line.input] = _kind_of(line, options)
             yield reader.task(line, kinds[line.input])
 
 
 def _kind_of(first: Line, options: JobOptions) -> Kind:
-    """The form of an input, from its first row that can be parsed."""
-    one = first.input
-    if one.form not in ("jsonl", "json") or options.columns_alone:
+    """The kind of an input's rows, from its first row that can be parsed."""
+    source = first.input
+    if source.form not in ("jsonl", "json") or options.columns_are_data:
         return "simple"
-    lines = [first] if one.name == STDIN else read_lines([one], options.max_row_bytes)
+    lines = [first] if source.name == STDIN else read_lines([source], options.max_row_bytes)
     return kind_of(lines)
 
 
 def _is_writable(fd: int) -> bool:
     try:
-        os.write(fd, b"")  # Windows reports only a closed one.
+        os.write(fd, b"")  # Windows only reports a closed one.
     except OSError:
         return False
     return True
 
 
-def _in_order(log: RecordLog) -> array[int]:
-    """The offsets of a log's records, in the order of their rows; needs 8 bytes per row."""
+def _sorted_offsets(log: RecordLog) -> array[int]:
+    """The offsets of a log's records, sorted by row; needs 8 bytes per row."""
     offsets = array("q")
     for record in log.records():
         if record is not None:

@@ -1,4 +1,4 @@
-"""The journal of a job: which rows went to the engine, so that crashes are counted per row.
+"""The journal of a job: which rows were sent to the engine, so that crashes are counted per row.
 
 The files of a job:
 
@@ -6,23 +6,23 @@ The files of a job:
     OUT.job.json    the settings (`manifest.py`): one object, replaced as a whole
     OUT.job.runs    the journal: appended to, removed when the job is complete
 
-        run 4711 1500     process 4711 started, and 1,500 rows were done
-        12                row 12 goes to the engine
+        run 4711 1500     process 4711 started; 1,500 rows were done
+        12                row 12 was sent to the engine
         ...
         Fatal Python error: Segmentation fault      written by faulthandler in a crash
 
 Invariants, whenever the process is killed:
 
 - The settings are on the disk before the first record is written.
-- The line of a row is written before the row goes to the engine. It is not synced: a power cut
-  does not count as a crash of a row.
-- Only complete lines count. `run` is preceded by a line break of its own, which does not make a
-  torn line complete.
-- A process that exits normally truncates its lines again, which needs no space on the disk.
+- The line of a row is written before the row is sent to the engine. It is not synced: a power
+  failure does not count as a crash of a row.
+- Only complete lines count. The line break before `run` belongs to `run`, so it does not complete
+  a torn line.
+- A process that exits normally truncates its lines again, which works on a full disk.
 
-A crashed process was running one of the rows that it had not finished, so a crash is counted for
-each of them. A killed process counts only if it had finished no row: the kill may have had another
-cause, and must not make a row *poison*. `work.py` runs rows with crashes apart from others.
+One of the unfinished rows caused a crash, so the crash counts for each of them. A kill counts only
+if the process had finished no row: the kill may have had another cause, and must not make a row
+*poison*. `work.py` runs rows with crashes apart from others.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-from nanoengine.jobs.record_log import O_BINARY, writing
+from nanoengine.jobs.record_log import O_BINARY, as_output_lost
 
 RUN = re.compile(rb"(?:^|\n)run (\d{1,18}) (\d{1,18})\n")
 ROW = re.compile(rb"^(\d{1,18})\n", re.MULTILINE)
@@ -49,30 +49,30 @@ class Journal:
         num_done, is_done: the rows that have a record.
 
     Attributes:
-        counts: row without a record -> crashes while it ran.
+        crashes: row without a record -> crashes while it ran.
 
     Raises:
-        OutputLostError: the file can't be written; also raised by `note`.
+        OutputLostError: the file can't be written; also raised by `record_start`.
     """
 
     def __init__(self, path: Path, num_done: int, is_done: Callable[[int], bool]) -> None:
         self.path = path
         flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | O_BINARY | getattr(os, "O_NOFOLLOW", 0)
-        with writing(path):
+        with as_output_lost(path):
             self._fd = os.open(path, flags, 0o666)
             try:
-                self.counts = _crashes(path.read_bytes(), num_done, is_done)
+                self.crashes = _count_crashes(path.read_bytes(), num_done, is_done)
                 os.write(self._fd, f"\nrun {os.getpid()} {num_done}\n".encode())
             except OSError:
                 os.close(self._fd)
                 raise
-        self._begin = os.fstat(self._fd).st_size
+        self._size_at_start = os.fstat(self._fd).st_size
         self._was_enabled = faulthandler.is_enabled()
         faulthandler.enable(self._fd)
 
-    def note(self, row: int) -> None:
+    def record_start(self, row: int) -> None:
         """Records that a row is about to run."""
-        with writing(self.path):
+        with as_output_lost(self.path):
             os.write(self._fd, b"%d\n" % row)
 
     def close(self, *, is_complete: bool) -> None:
@@ -81,7 +81,7 @@ class Journal:
         if self._was_enabled and sys.__stderr__ is not None:
             faulthandler.enable(sys.__stderr__)
         try:
-            os.ftruncate(self._fd, self._begin)
+            os.ftruncate(self._fd, self._size_at_start)
         finally:
             os.close(self._fd)
         if is_complete:
@@ -89,7 +89,7 @@ class Journal:
 
 
 def last_process(path: Path) -> str:
-    """Describes the process that started last, for a message; empty if there is none."""
+    """ ", pid N" of the process that started last, for a message; empty if there is none."""
     try:
         runs = RUN.findall(path.read_bytes())
     except OSError:
@@ -97,13 +97,13 @@ def last_process(path: Path) -> str:
     return f", pid {runs[-1][0].decode()}" if runs else ""
 
 
-def _crashes(text: bytes, num_done: int, is_done: Callable[[int], bool]) -> Counter[int]:
-    """Crashes per row, from the processes in a journal; the current process is about to start."""
-    _, *runs = RUN.split(text)  # per process: pid, number of rows done, further lines
+def _count_crashes(text: bytes, num_done: int, is_done: Callable[[int], bool]) -> Counter[int]:
+    """Crashes per row in the earlier processes of a journal; `num_done` rows are done now."""
+    _, *runs = RUN.split(text)  # per process: pid, number of rows done at its start, its lines
     done = [*map(int, runs[1::3]), num_done]
-    counts: Counter[int] = Counter()
+    crashes: Counter[int] = Counter()
     for before, after, lines in zip(done, done[1:], runs[2::3], strict=False):
         if after <= before or CRASH.search(lines):
-            begun = {*map(int, ROW.findall(lines))}  # a set: a conversation is noted per turn
-            counts.update(row for row in begun if not is_done(row))
-    return counts
+            started = {*map(int, ROW.findall(lines))}  # a set: one line per turn of a conversation
+            crashes.update(row for row in started if not is_done(row))
+    return crashes

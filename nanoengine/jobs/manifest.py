@@ -1,4 +1,5 @@
-"""The manifest next to an output: the same command resumes the job, and another one is refused."""
+"""The manifest of a job, next to its output: what the answers depend on. The same command resumes
+the job; a command with another model, other inputs or options is refused."""
 
 from __future__ import annotations
 
@@ -13,18 +14,19 @@ from typing import Any
 from nanoengine.checkpoint.config import GENERATION_DEFAULTS, load_model_config
 from nanoengine.checkpoint.files import checkpoint_files, file_digest
 from nanoengine.errors import ConfigError
-from nanoengine.jobs.record_log import replacing
+from nanoengine.jobs.record_log import atomic_write
 from nanoengine.jobs.source import STDIN, Input, digest
 from nanoengine.settings.config import EngineConfig
 from nanoengine.settings.files import is_gguf
 
 FORMAT = 2
 NOT_COMPARED = ("created", "inputs", "sampling_defaults")
+"""Fields in which the manifest of a resumed job may differ; inputs are compared separately."""
 
-ASIDE = (
+START_OVER_HINT = (
     "name another output, or move this one aside, as `nanoengine batch` does with --restart"
 )  # fmt: skip
-"""A hint for errors. It names the command, since other commands and Python lack the option."""
+"""A hint in errors. It names the command, because other commands and Python lack --restart."""
 
 RESULT_SETTINGS = (
     "tokenizer", "chat_template", "skip_tokenizer_init", "revision", "load_format", "dtype",
@@ -41,27 +43,27 @@ def describe_inputs(inputs: list[Input]) -> list[dict[str, Any]]:
     """Names, sizes and digests of the input files; stdin has none."""
     return [
         {
-            "name": one.name.replace(os.sep, "/"),
-            "form": one.form,
-            "bytes": one.num_bytes,
-            "xxh3": digest(one.name, one.num_bytes),
+            "name": source.name.replace(os.sep, "/"),
+            "form": source.form,
+            "bytes": source.num_bytes,
+            "xxh3": digest(source.name, source.num_bytes),
         }
-        for one in inputs
-        if one.name != STDIN
+        for source in inputs
+        if source.name != STDIN
     ]
 
 
-def changed_inputs(before: list[dict[str, Any]]) -> Iterator[str]:
-    """Messages on the inputs, as `describe_inputs` returned them, whose content has changed."""
-    for one in before:
+def changed_inputs(described: list[dict[str, Any]]) -> Iterator[str]:
+    """A message for each input that has changed since `describe_inputs` returned `described`."""
+    for source in described:
         with contextlib.suppress(OSError):
-            if digest(one["name"], one["bytes"]) == one["xxh3"]:
+            if digest(source["name"], source["bytes"]) == source["xxh3"]:
                 continue
-        yield f"{one['name']}: its content has changed"
+        yield f"{source['name']}: its content has changed"
 
 
 def describe_engine(config: EngineConfig, name: str) -> dict[str, Any]:
-    """What results depend on in model and engine: settings, and a digest per file.
+    """What answers depend on in model and engine: settings, and a digest per file of the model.
 
     Raises:
         ConfigError: there is no such model.
@@ -71,7 +73,7 @@ def describe_engine(config: EngineConfig, name: str) -> dict[str, Any]:
 
     directory = resolve_model(config)
     weights = checkpoint_files(directory) if config.load_format == "auto" else []
-    facts = {
+    description = {
         "model": {"name": name, "files": _digests(directory, weights)},
         "engine": {setting: getattr(config, setting) for setting in RESULT_SETTINGS},
         "random_numbers": "by a row's id, else its number",
@@ -79,38 +81,38 @@ def describe_engine(config: EngineConfig, name: str) -> dict[str, Any]:
     }
     tokenizer = os.path.expanduser(config.tokenizer or "")
     if os.path.exists(tokenizer):
-        facts["tokenizer"] = _digests(Path(tokenizer))
-    return facts
+        description["tokenizer"] = _digests(Path(tokenizer))
+    return description
 
 
-SHOWN = {*GENERATION_DEFAULTS} - {"max_tokens"}
+REPORTED_PARAMS = {*GENERATION_DEFAULTS} - {"max_tokens"}
 """Sampling parameters that are reported: the ones that a checkpoint may set."""
 
 
-def sampling_line(config: EngineConfig, info: Any, given: Mapping[str, Any] | None = None) -> str:
+def sampling_line(config: EngineConfig, info: Any, options: Mapping[str, Any] | None = None) -> str:
     """The sampling parameters of prompts that set none, and the source of each value.
 
     Args:
         info: an object with the model's `generation_defaults`.
-        given: options of the command line.
+        options: sampling parameters that the command line sets.
     """
     from nanoengine.checkpoint.find import resolve_model
 
-    places = ("general.sampling.*", "file"), ("generation_config.json", "checkpoint")
-    file, place = places[not is_gguf(resolve_model(config))]
-    none = "" if info.generation_defaults else f"; the {place} has none"
-    found = {"temperature": (1.0, f"the engine's default{none}")}
-    found |= {name: (value, file) for name, value in info.generation_defaults.items()}
-    found |= {name: (value, "the command's options") for name, value in (given or {}).items()}
+    sources = ("general.sampling.*", "file"), ("generation_config.json", "checkpoint")
+    keys, container = sources[not is_gguf(resolve_model(config))]
+    missing = "" if info.generation_defaults else f"; the {container} has none"
+    params = {"temperature": (1.0, f"the engine's default{missing}")}
+    params |= {name: (value, keys) for name, value in info.generation_defaults.items()}
+    params |= {name: (value, "the command's options") for name, value in (options or {}).items()}
     by_source = defaultdict(list)
-    for name, (value, source) in found.items():
-        if name in SHOWN:
+    for name, (value, source) in params.items():
+        if name in REPORTED_PARAMS:
             by_source[source].append(f"{name} {value}")
     return "; ".join(f"{', '.join(values)} ({source})" for source, values in by_source.items())
 
 
 def _digests(directory: Path, weights: Iterable[Path] = ()) -> dict[str, str]:
-    if directory.is_file():  # Why: a GGUF file, or its parts, contains everything.
+    if directory.is_file():  # Why: a GGUF file, or all its parts, contains everything.
         return {path.name: file_digest(path).hex() for path in weights or [directory]}
     texts = (path for path in directory.iterdir() if path.suffix in TEXT_FILES and path.is_file())
     files = sorted({*texts, *weights})
@@ -124,12 +126,12 @@ def save(path: Path, manifest: Mapping[str, Any]) -> None:
         OutputLostError: it can't be written.
     """
     text = json.dumps(manifest, ensure_ascii=False, indent=1)
-    with replacing(path) as file:
+    with atomic_write(path) as file:
         file.write(text.encode(errors="backslashreplace"))
 
 
 def load(path: Path, **types: type) -> dict[str, Any] | None:
-    """The manifest of an earlier run; None if there was none.
+    """The manifest of the earlier run; None if there is none.
 
     Args:
         types: required fields and their types; inputs must be as `describe_inputs` returns them.
@@ -142,52 +144,49 @@ def load(path: Path, **types: type) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} can't be read: {error}; {ASIDE}") from error
-    is_ours = isinstance(manifest, dict) and manifest.get("format") == FORMAT
-    is_ours = is_ours and all(isinstance(manifest.get(name), kind) for name, kind in types.items())
-    for one in manifest["inputs"] if is_ours and "inputs" in types else ():
-        is_ours &= isinstance(one, dict) and one.keys() >= {"name", "bytes", "xxh3"}
-        is_ours = is_ours and isinstance(one["bytes"], int)
-    if not is_ours:
-        raise ConfigError(f"{path} is no manifest of format {FORMAT}; {ASIDE}")
+        raise ConfigError(f"{path} can't be read: {error}; {START_OVER_HINT}") from error
+    is_valid = isinstance(manifest, dict) and manifest.get("format") == FORMAT
+    is_valid = is_valid and all(isinstance(manifest.get(key), kind) for key, kind in types.items())
+    for source in manifest["inputs"] if is_valid and "inputs" in types else ():
+        is_valid &= isinstance(source, dict) and source.keys() >= {"name", "bytes", "xxh3"}
+        is_valid = is_valid and isinstance(source["bytes"], int)
+    if not is_valid:
+        raise ConfigError(f"{path} is not a manifest of format {FORMAT}; {START_OVER_HINT}")
     return manifest
 
 
 def require_same(before: dict[str, Any], now: dict[str, Any], inputs: list[Input]) -> None:
-    """Raises ConfigError unless `now` continues the job `before`.
+    """Raises ConfigError, with all differences, unless `now` continues the job `before`.
 
-    Inputs may have grown: the last one by lines, and by further inputs after it.
+    The last input may have more lines than before, and more inputs may follow it.
     """
     old, new = (
-        dict(_flat({name: part for name, part in manifest.items() if name not in NOT_COMPARED}))
+        dict(_flatten({name: part for name, part in manifest.items() if name not in NOT_COMPARED}))
         for manifest in (before, now)
     )
-    told = [
-        f"{name}: it was {_shown(old.get(name))}, it is {_shown(new.get(name))}"
+    differences = [
+        f"{name}: it was {_as_json(old.get(name))}, it is {_as_json(new.get(name))}"
         for name in sorted(old.keys() | new.keys())
         if old.get(name) != new.get(name)
     ]
-    told += _differing_inputs(before["inputs"], now["inputs"], inputs)
-    if told:
-        raise ConfigError(
-            "this is another job than the one whose output is there:\n  "
-            + "\n  ".join(told)
-            + f"\n{ASIDE}"
-        )
+    differences += _differing_inputs(before["inputs"], now["inputs"], inputs)
+    if differences:
+        lines = "\n  ".join(["the output belongs to another job:", *differences])
+        raise ConfigError(f"{lines}\n{START_OVER_HINT}")
 
 
 def _differing_inputs(
     before: list[dict[str, Any]], now: list[dict[str, Any]], inputs: list[Input]
 ) -> Iterator[str]:
     if len(now) < len(before):
-        names = [[one["name"] for one in files] for files in (before, now)]
-        yield f"inputs: they were {_shown(names[0])}, they are {_shown(names[1])}"
+        names = [[source["name"] for source in files] for files in (before, now)]
+        yield f"inputs: they were {_as_json(names[0])}, they are {_as_json(names[1])}"
         return
     for number, (old, new) in enumerate(zip(before, now, strict=False)):
         if old == new:
             continue
         if old["name"] != new["name"]:
-            yield f"inputs[{number}]: it was {_shown(old['name'])}, it is {_shown(new['name'])}"
+            yield f"inputs[{number}]: it was {_as_json(old['name'])}, it is {_as_json(new['name'])}"
         elif old.get("form") != new["form"]:
             yield f"{old['name']}: it was read as {old.get('form')}, now as {new['form']}"
         elif number < len(before) - 1 or not _has_grown(old, new, inputs[number]):
@@ -195,24 +194,24 @@ def _differing_inputs(
             yield f"{old['name']}: its content has changed (it had {sizes})"
 
 
-def _has_grown(old: dict[str, Any], new: dict[str, Any], one: Input) -> bool:
+def _has_grown(old: dict[str, Any], new: dict[str, Any], source: Input) -> bool:
     """Whether lines were appended to the old content, which is unchanged."""
     size = int(old["bytes"])
-    may_grow = one.packing is None and one.form not in ("parquet", "json")
-    if not may_grow or new["bytes"] <= size or digest(one.name, size) != old["xxh3"]:
+    may_grow = source.compression is None and source.form not in ("parquet", "json")
+    if not may_grow or new["bytes"] <= size or digest(source.name, size) != old["xxh3"]:
         return False
-    with open(one.name, "rb") as file:
+    with open(source.name, "rb") as file:
         file.seek(max(size - 1, 0))
         return size == 0 or file.read(1) == b"\n"
 
 
-def _flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+def _flatten(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
     if isinstance(value, dict) and value:
-        for key, one in value.items():
-            yield from _flat(one, f"{name}.{key}" if name else key)
+        for key, item in value.items():
+            yield from _flatten(item, f"{name}.{key}" if name else key)
     else:
         yield name, value
 
 
-def _shown(value: Any) -> str:
+def _as_json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, default=str)

@@ -1,11 +1,11 @@
 """Rows that ask for embeddings or scores: the bodies of /v1/embeddings, /score and /rerank.
 
-    {"input": one or many, "dimensions": ..., "encoding_format": "float" | "base64"}
-    {"text_1": one or many, "text_2": one or many}
+    {"input": text(s) or token ids, "dimensions": ..., "encoding_format": "float" | "base64"}
+    {"text_1": text(s), "text_2": text(s)}
     {"query": text, "documents": [...], "top_n": ...}
 
-One row may hold many prompts, the parts of a `Task`, which run concurrently. This module is
-imported when the first such row is read.
+A row may have many prompts, the parts of a `Task`, which run concurrently. This module is imported
+when the first such row is read.
 Source: OpenAI's API for embeddings, vLLM's API for scores, and the responses of both.
 """
 
@@ -32,18 +32,18 @@ KINDS = {
     **dict.fromkeys(("/score", "/v1/score"), "score"),
     **dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), "rerank"),
 }
-_PARAMS = (*(one.name for one in dataclasses.fields(PoolingParams)), *POOLING_PARAMS)
-_PAIR = ("answers", "template")
-TEXTS = {
+_PARAMS = (*(field.name for field in dataclasses.fields(PoolingParams)), *POOLING_PARAMS)
+_SCORE_OPTIONS = ("answers", "template")
+TEXT_ALIASES = {
     **dict.fromkeys(("queries", "data_1"), "text_1"),
     **dict.fromkeys(("documents", "items", "data_2"), "text_2"),
 }
 """Other names for the texts of a score. Source: vLLM's score requests."""
 
-BODY = {
+BODY_FIELDS = {
     "embedding": ("model", "input", "encoding_format", *_PARAMS),
-    "score": ("model", "text_1", "text_2", *TEXTS, *_PAIR, *_PARAMS),
-    "rerank": ("model", "query", "documents", "top_n", *_PAIR, *_PARAMS),
+    "score": ("model", "text_1", "text_2", *TEXT_ALIASES, *_SCORE_OPTIONS, *_PARAMS),
+    "rerank": ("model", "query", "documents", "top_n", *_SCORE_OPTIONS, *_PARAMS),
 }
 """Fields of a body, in the order in which error messages list them."""
 
@@ -60,79 +60,78 @@ def read(
     """
     names = {"embedding": ("input",), "score": ("text_1", "text_2")}
     if kind == "score":
-        body = {TEXTS.get(name, name): value for name, value in body.items()}
+        body = {TEXT_ALIASES.get(name, name): value for name, value in body.items()}
     for name in names.get(kind, ("query", "documents")):
         if name not in body:
             raise RequestError(f"the body has no {name}; {nearest(name, list(body))}")
-    asked = _asked(kind, body, pools)
-    if not asked.prompts:
+    request = _pooling_request(kind, body, pools)
+    if not request.prompts:
         raise RequestError("the body has no prompt: input must not be empty")
 
-    def answer(outputs: list[RequestOutput]) -> dict[str, Any]:
-        found, usage = asked.finish(outputs), sum(len(one.prompt_token_ids) for one in outputs)
-        return RESPONSES[kind](body, found) | {
-            "usage": {"prompt_tokens": usage, "total_tokens": usage}
-        }
+    def make_body(outputs: list[RequestOutput]) -> dict[str, Any]:
+        num_tokens = sum(len(output.prompt_token_ids) for output in outputs)
+        usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
+        return RESPONSES[kind](body, request.finish(outputs)) | {"usage": usage}
 
-    return asked.prompts, asked.params, answer
+    return request.prompts, request.params, make_body
 
 
-def _asked(kind: str, body: Mapping[str, Any], pools: Pooler) -> PoolRequests:
+def _pooling_request(kind: str, body: Mapping[str, Any], pools: Pooler) -> PoolRequests:
     params = PoolingParams(**{name: body[name] for name in _PARAMS if name in body})
-    pair = {name: body[name] for name in _PAIR if name in body}
+    options = {name: body[name] for name in _SCORE_OPTIONS if name in body}
     if kind == "score":
-        return pools.score(body["text_1"], body["text_2"], params, **pair)
+        return pools.score(body["text_1"], body["text_2"], params, **options)
     if kind == "rerank":
         top_n = body.get("top_n", 0)
         if not isinstance(top_n, int) or isinstance(top_n, bool) or top_n < 0:
             raise RequestError(f"top_n must be an integer of at least 0, got {repr_short(top_n)}")
         if not isinstance(body["query"], str) or not isinstance(body["documents"], list):
-            raise RequestError("query must be a string, and documents a list of them")
-        return pools.score(body["query"], [_text(one) for one in body["documents"]], params, **pair)
-    given, encoding = body["input"], body.get("encoding_format", "float")
+            raise RequestError("query must be a string, and documents a list of strings")
+        return pools.score(body["query"], [_text(d) for d in body["documents"]], params, **options)
+    texts, encoding = body["input"], body.get("encoding_format", "float")
     if encoding not in ENCODINGS:
         raise RequestError(f"encoding_format must be float or base64, got {repr_short(encoding)}")
-    if not isinstance(given, str | list):
-        raise RequestError(f"input must be a string, token ids, or a list, got {repr_short(given)}")
-    return pools.embed(given, params)
+    if not isinstance(texts, str | list):
+        raise RequestError(f"input must be a string, token ids, or a list, got {repr_short(texts)}")
+    return pools.embed(texts, params)
 
 
 def _text(document: object) -> object:
-    """The text of a document, which may be an object with a text."""
+    """The text of a document: a string, or an object with a field text."""
     return document.get("text") if isinstance(document, dict) else document
 
 
-def _embeddings(body: Mapping[str, Any], found: list[PoolingRequestOutput]) -> dict[str, Any]:
-    in_bytes = body.get("encoding_format") == "base64"
+def _embeddings(body: Mapping[str, Any], outputs: list[PoolingRequestOutput]) -> dict[str, Any]:
+    is_base64 = body.get("encoding_format") == "base64"
 
-    def shape(vector: list[float]) -> object:
-        return base64.b64encode(np.array(vector, "<f4")).decode() if in_bytes else vector
+    def encode(vector: list[float]) -> object:
+        return base64.b64encode(np.array(vector, "<f4")).decode() if is_base64 else vector
 
     data = [
-        {"index": i, "object": "embedding", "embedding": shape(one.outputs.embedding)}
-        for i, one in enumerate(found)
+        {"index": i, "object": "embedding", "embedding": encode(output.outputs.embedding)}
+        for i, output in enumerate(outputs)
     ]
     return {"object": "list", "data": data}
 
 
-def _scores(body: Mapping[str, Any], found: list[PoolingRequestOutput]) -> dict[str, Any]:
-    scores = enumerate(one.outputs.score for one in found)
-    return {
-        "object": "list",
-        "data": [{"index": i, "object": "score", "score": score} for i, score in scores],
-    }
+def _scores(body: Mapping[str, Any], outputs: list[PoolingRequestOutput]) -> dict[str, Any]:
+    data = [
+        {"index": i, "object": "score", "score": output.outputs.score}
+        for i, output in enumerate(outputs)
+    ]
+    return {"object": "list", "data": data}
 
 
-def _ranks(body: Mapping[str, Any], found: list[PoolingRequestOutput]) -> dict[str, Any]:
+def _ranks(body: Mapping[str, Any], outputs: list[PoolingRequestOutput]) -> dict[str, Any]:
     """The documents, best first; equal scores keep their order."""
-    ranked = sorted(enumerate(found), key=lambda one: -one[1].outputs.score)
+    ranked = sorted(enumerate(outputs), key=lambda item: -item[1].outputs.score)
     results = [
         {
             "index": i,
             "document": {"text": _text(body["documents"][i])},
-            "relevance_score": one.outputs.score,
+            "relevance_score": output.outputs.score,
         }
-        for i, one in ranked[: body.get("top_n") or None]
+        for i, output in ranked[: body.get("top_n") or None]
     ]
     return {"results": results}
 

@@ -1,9 +1,9 @@
 """Rows that another thread supplies to a stream that pulls them; PAUSE if there is none yet.
 
-    stdin ─ thread ─ Ahead: at most WAITING_BYTES of rows ─▶ window ─▶ engine
-    rows from a parent or from Ray ─ Feed ──────────────────────────▶ engine
+    stdin ─ thread ─ Prefetcher: at most MAX_WAITING_BYTES of rows ─▶ window ─▶ engine
+    rows from a parent process or from Ray ─ RowQueue ─────────────────────────▶ engine
 
-A stream steps only between two pulls, so waiting for a row would block the rows that run.
+The engine steps only between two pulls, so a pull that waits for a row would stop running rows.
 """
 
 from __future__ import annotations
@@ -18,61 +18,61 @@ from nanoengine.text.prompt_forms import PAUSE, Pause
 
 T = TypeVar("T")
 
-WAITING_BYTES = 16 << 20
-"""The thread stops reading at this size; one more row may be in memory."""
+MAX_WAITING_BYTES = 16 << 20
+"""The thread stops reading above this size, which the last row may exceed."""
 
-SOON_S = 0.001
-"""A row that arrives within this time [s] causes no pause: its thread was only not scheduled."""
-
-
-ITEM_BYTES = 56
-"""Memory per JSON value in addition to its text: 50,000 strings of 8 letters take 3 MB."""
+QUICK_WAIT_S = 0.001
+"""A pull waits this long for a row before it yields PAUSE [s]: the thread may not be scheduled."""
 
 
-class Ahead:
-    """The lines of an iterator that may block, read by a thread. Its exceptions are raised here."""
+JSON_VALUE_BYTES = 56
+"""Memory per JSON value in addition to its text; 50,000 strings of 8 letters take 3 MB."""
+
+
+class Prefetcher:
+    """Lines of an iterator that may block, read by a thread. Pulling a line raises its errors."""
 
     def __init__(self, lines: Iterator[Line]) -> None:
         self._lines = lines
-        self._found: queue.SimpleQueue[Line | BaseException | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Line | BaseException | None] = queue.SimpleQueue()
         self._num_bytes = 0
-        self._changed = threading.Condition()
+        self._was_pulled = threading.Condition()
 
     def __iter__(self) -> Iterator[Line | Pause]:
         # Why a daemon: a read of a pipe without data can't be interrupted.
         threading.Thread(target=self._read, daemon=True).start()
         while True:
             try:
-                found = self._found.get(timeout=SOON_S)
+                line = self._queue.get(timeout=QUICK_WAIT_S)
             except queue.Empty:
                 yield PAUSE
                 continue
-            if found is None:
+            if line is None:
                 return
-            if isinstance(found, BaseException):
-                raise found
-            with self._changed:
-                self._num_bytes -= size_of(found.content)
-                self._changed.notify()
-            yield found
+            if isinstance(line, BaseException):
+                raise line
+            with self._was_pulled:
+                self._num_bytes -= size_of(line.content)
+                self._was_pulled.notify()
+            yield line
 
     def _read(self) -> None:
         end = None
         try:
             for line in self._lines:
-                with self._changed:
-                    self._changed.wait_for(lambda: self._num_bytes <= WAITING_BYTES)
+                with self._was_pulled:
+                    self._was_pulled.wait_for(lambda: self._num_bytes <= MAX_WAITING_BYTES)
                     self._num_bytes += size_of(line.content)
-                self._found.put(line)
+                self._queue.put(line)
         except BaseException as error:
             end = error
-        self._found.put(end)
+        self._queue.put(end)
 
 
-class Feed(Generic[T]):
-    """A queue as an iterator for `LLM.stream`: it blocks for a row only while none runs.
+class RowQueue(Generic[T]):
+    """A queue of rows as an iterator for `LLM.stream`, which blocks only while no row is running.
 
-    None ends a stream; a new iteration continues with the rows after it.
+    None in the queue ends a stream; the next iteration continues with the rows after it.
     """
 
     def __init__(self) -> None:
@@ -81,15 +81,15 @@ class Feed(Generic[T]):
         self._has_ended = False
 
     def put(self, row: T | None) -> None:
-        """Adds a row, from any thread; None ends the current stream after the rows before it."""
+        """Adds a row, from any thread; None ends the stream after the rows before it."""
         self._queue.put(row)
 
-    def finished(self) -> None:
-        """Must be called when the stream has answered a row."""
+    def row_finished(self) -> None:
+        """Must be called when a row has its output."""
         self._num_running -= 1
 
-    def drop(self) -> None:
-        """Discards the remaining rows of a failed stream, up to its end."""
+    def discard_rest(self) -> None:
+        """Discards the remaining rows of a failed stream, up to its None."""
         while not self._has_ended:
             self._has_ended = self._queue.get() is None
 
@@ -114,6 +114,6 @@ def size_of(content: object) -> int:
     """The approximate size of a row's content in memory [bytes]."""
     try:
         text: Any = content if isinstance(content, bytes) else str(content)
-        return len(text) + ITEM_BYTES * text.count(b"," if text is content else ",")
+        return len(text) + JSON_VALUE_BYTES * text.count(b"," if text is content else ",")
     except Exception:  # Why all: a caller's row may be too deep, or run code that raises.
         return 0

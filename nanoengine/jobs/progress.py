@@ -1,4 +1,4 @@
-"""Progress of a job: a live line on a terminal, log lines elsewhere, and a final table.
+"""Progress of a job: a live line on a terminal, log lines elsewhere, and a final summary.
 
 It is an `Observer` of the engine, and writes to stderr.
 """
@@ -15,17 +15,17 @@ from nanoengine.core.plan import StepPlan
 from nanoengine.jobs.job import Job
 from nanoengine.jobs.work import Counts
 
-LACK_BLOCKS = {"blocks", "policy"}
-"""Reasons in a plan's `waits`: no blocks now, or none soon."""
-MORE_BLOCKS = "--kv-cache-gib, or --memory-fraction, gives it more memory"
-LIVE_S, LOGGED_S = 0.25, 30.0
+BLOCK_WAITS = {"blocks", "policy"}
+"""Reasons in `StepPlan.waits`: too few free blocks, or the admission policy predicts too few."""
+MORE_BLOCKS_HINT = "enlarge it with --kv-cache-gib or --memory-fraction"
+LIVE_INTERVAL_S, LOG_INTERVAL_S = 0.25, 30.0
 
 
 class Progress:
-    """Shows the state of a job in one line, which is rewritten on a terminal.
+    """Shows the state of a job in one line, which is rewritten in place on a terminal.
 
     Args:
-        counts: the counters of this process; read while they change.
+        counts: the counters of this process, which change while the job runs.
         stats: returns the engine's statistics.
     """
 
@@ -34,16 +34,16 @@ class Progress:
         self._is_live = sys.stderr.isatty()
         self._tokens_before = stats().output_tokens
         self._started = self._shown = time.perf_counter()
-        self._width = self._num_steps = self._num_short = 0
+        self._width = self._num_steps = self._num_block_waits = 0
 
     def on_step(self, plan: StepPlan | None, result: object, scheduler: object) -> None:
-        """Shows the new numbers at intervals. Without a plan, it is the step of a replica."""
+        """Shows the state at intervals. For a step of a replica, `plan` is None."""
         if plan is not None:
             self._num_steps += 1
-            waits = any(lacks in LACK_BLOCKS for _, lacks in plan.waits)
-            self._num_short += waits or bool(plan.preempted)
+            waits = any(reason in BLOCK_WAITS for _, reason in plan.waits)
+            self._num_block_waits += waits or bool(plan.preempted)
         now = time.perf_counter()
-        if now - self._shown >= (LIVE_S if self._is_live else LOGGED_S):
+        if now - self._shown >= (LIVE_INTERVAL_S if self._is_live else LOG_INTERVAL_S):
             self._shown = now
             self._show(self.line())
 
@@ -53,34 +53,38 @@ class Progress:
         num_tokens = stats.output_tokens - self._tokens_before
         speed = num_tokens / max(time.perf_counter() - self._started, 1e-9)
         total = "" if job.num_rows is None else f"/{job.num_rows:,}"
-        words = [f"{job.num_done + counts.answered + counts.failed:,}{total} rows"]
-        words += [f"{counts.failed:,} failed"] if counts.failed else []
-        words += [f"{job.num_done:,} resumed"] if job.num_done else []
-        words.append(f"{speed:,.0f} output tok/s")
+        parts = [f"{job.num_done + counts.answered + counts.failed:,}{total} rows"]
+        parts += [f"{counts.failed:,} failed"] if counts.failed else []
+        parts += [f"{job.num_done:,} resumed"] if job.num_done else []
+        parts.append(f"{speed:,.0f} output tok/s")
         left_s = self._left_s(num_tokens - counts.output_tokens, speed)
-        words += [f"{_clock_time(left_s)} left"] if left_s is not None else []
-        words.append(f"{stats.num_running} running, {stats.num_waiting} waiting")
+        parts += [f"{_clock_time(left_s)} left"] if left_s is not None else []
+        parts.append(f"{stats.num_running} running, {stats.num_waiting} waiting")
         used = stats.active_blocks
-        words.append(f"KV {used / (used + stats.empty_blocks + stats.cached_blocks):.0%}")
-        words.append(f"hits {stats.cache_hit_rate:.0%}")
-        return ", ".join(words)
+        parts.append(f"KV {used / (used + stats.empty_blocks + stats.cached_blocks):.0%}")
+        parts.append(f"hits {stats.cache_hit_rate:.0%}")
+        return ", ".join(parts)
 
     def advice(self) -> Iterator[str]:
-        """Lines on why rows failed, and on options that could help."""
+        """Lines that say why rows failed, and which options could help."""
         counts = self._counts
-        for code, (count, first) in sorted(counts.reasons.items(), key=lambda one: -one[1][0]):
-            yield f"{count:,} failed with {code}, the first at {first}"
+        for code, (count, first) in sorted(counts.reasons.items(), key=lambda item: -item[1][0]):
+            yield f"{count:,} rows failed with {code}, the first at {first}"
         if counts.cut:
             yield f"{counts.cut:,} answers were cut at max_tokens: --max-tokens allows more"
         if counts.empty:
-            hint = "" if self._job.options.chat else "; a model of chats may need --chat"
-            yield f"{counts.empty:,} answers are empty: the model ended at once{hint}"
-        if self._num_short:
-            waited = f"{self._num_short:,} of {self._num_steps:,} steps"
-            yield f"rows waited for blocks of the KV cache in {waited}: {MORE_BLOCKS}"
+            hint = "" if self._job.options.chat else "; a chat model may need --chat"
+            yield f"{counts.empty:,} answers are empty: the model stopped at once{hint}"
+        if self._num_block_waits:
+            share = f"{self._num_block_waits:,} of {self._num_steps:,} steps"
+            yield f"rows waited for blocks of the KV cache in {share}: {MORE_BLOCKS_HINT}"
 
     def _left_s(self, num_running_tokens: int, speed: float) -> float | None:
-        """Time left, if remaining rows have as many output tokens on average as finished ones."""
+        """Time left [s], if remaining rows have as many output tokens as finished ones on average.
+
+        Args:
+            num_running_tokens: output tokens of running rows so far.
+        """
         job, counts = self._job, self._counts
         if job.num_rows is None or not counts.answered or not speed:
             return None
@@ -128,11 +132,11 @@ def summary(job: Job, counts: Counts, elapsed_s: float, ended: str) -> dict[str,
     }
 
 
-def table(facts: dict[str, Any]) -> str:
+def format_summary(summary: dict[str, Any]) -> str:
     """The summary as readable text."""
     lines = []
-    for name, value in facts.items():
+    for name, value in summary.items():
         if value is not None:
-            shown = value if isinstance(value, str) else f"{value:,}"
-            lines.append(f"  {name.replace('_', ' '):<20} {shown:>14}")
+            text = value if isinstance(value, str) else f"{value:,}"
+            lines.append(f"  {name.replace('_', ' '):<20} {text:>14}")
     return "\n".join(lines)

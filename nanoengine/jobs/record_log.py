@@ -1,13 +1,12 @@
-"""The output file: records are appended, never rewritten while a job runs, and read back after a
-crash.
+"""The output file: records are appended while a job runs, and read back after a crash.
 
     append      one os.write per line with O_APPEND: written records survive SIGKILL
-    sync        fdatasync at most every 5 s: a power cut loses at most that much
-    records     finds the rows that have a record; parses each line
-    rewrite     writes lines in another order, or fewer, to a temporary file that replaces the log
+    sync        fdatasync at most every 5 s: a power failure loses at most the last 5 s
+    records     parses each line and finds the rows that have a record
+    rewrite     atomically replaces the log by some of its lines, in another order
 
 A record is a JSON object on one line, with the fields of docs/batch.md and the number of a row.
-Other programs may have written it, with other spacing or another order of fields.
+Another program may have rewritten it, with other spacing or another order of fields.
 """
 
 from __future__ import annotations
@@ -35,9 +34,9 @@ BUFFER_BYTES = 1 << 20
 SIMPLE_FIELDS = {"_row", "outputs", "usage", "error"}
 OPENAI_FIELDS = {"id", "custom_id", "response", "error"}
 OPENAI_ID = re.compile(r"batch_req_([0-9]{1,18})")
-JSON = json.JSONDecoder()
+JSON_DECODER = json.JSONDecoder()
 O_BINARY = getattr(os, "O_BINARY", 0)
-"""For `os.open`: with it Windows writes \\n unchanged."""
+"""A flag of `os.open`, with which Windows writes \\n unchanged."""
 
 
 class OutputLostError(OSError):
@@ -45,15 +44,15 @@ class OutputLostError(OSError):
 
 
 @contextlib.contextmanager
-def writing(path: Path) -> Iterator[None]:
+def as_output_lost(path: Path) -> Iterator[None]:
     """Converts an OSError to an OutputLostError that names the file."""
     try:
         yield
     except OSError as error:
         raise OutputLostError(
             error.errno,
-            f"{path} can't be written: {error.strerror or error}; every record before is kept, and"
-            " the same command goes on from there",
+            f"{path} can't be written: {error.strerror or error}; all earlier records are kept, and"
+            " the same command resumes the job",
         ) from error
 
 
@@ -66,57 +65,58 @@ class Record(NamedTuple):
 
 
 def lock_path(path: Path) -> Path:
-    """The lock file of `path`; the writer of `path` holds it."""
+    """The lock file of `path`; the process that writes `path` holds the lock."""
     return path.with_name(f"{path.name}.lock")
 
 
-def _value(line: bytes) -> Any:
+def _parse_json(line: bytes) -> Any:
     """The parsed line; None if it is not JSON."""
     try:
-        return JSON.decode(line.decode())
+        return JSON_DECODER.decode(line.decode())
     except (ValueError, RecursionError):
         return None
 
 
-def record_of(line: bytes, offset: int, num_rows: int) -> Record | None:
-    """The record in a line; None if it has none, or its row is not below `num_rows`.
+def parse_record(line: bytes, offset: int, num_rows: int) -> Record | None:
+    """The record in a line; None if the line is not a record, or its row is not below `num_rows`.
 
-    Perf: 4 us, 3 of them for JSON. Why parse the whole line: a page of zeros, or half a record
-    followed by another one, can't be seen at either end of a line.
+    Perf: 4 us, 3 of them for JSON. Why parse the whole line: the ends of a line don't show a page
+    of zeros inside, or half a record that is followed by another one.
     """
-    found, row = _value(line), None
-    if isinstance(found, dict) and found.keys() >= SIMPLE_FIELDS:
-        row = found["_row"]
-    elif isinstance(found, dict) and found.keys() >= OPENAI_FIELDS:
-        named = OPENAI_ID.fullmatch(str(found["id"]))
-        row = int(named[1]) if named else None
+    record, row = _parse_json(line), None
+    if isinstance(record, dict) and record.keys() >= SIMPLE_FIELDS:
+        row = record["_row"]
+    elif isinstance(record, dict) and record.keys() >= OPENAI_FIELDS:
+        match = OPENAI_ID.fullmatch(str(record["id"]))
+        row = int(match[1]) if match else None
     if type(row) is not int or not 0 <= row < num_rows:
         return None
-    return Record(row, found["error"] is not None, offset)
+    return Record(row, record["error"] is not None, offset)
 
 
 def _is_torn(line: bytes) -> bool:
-    """Whether a last line is the rest of a record that a crashed process was writing.
+    """Whether the last line of a file is the beginning of a record that a crash interrupted.
 
-    Complete JSON, or a line that starts differently, was written by another program.
+    If it is complete JSON, or doesn't start like a record, another program has written it.
     """
-    return not line.endswith(b"\n") and line[:1] in (b"{", b"\0") and _value(line) is None
+    return not line.endswith(b"\n") and line[:1] in (b"{", b"\0") and _parse_json(line) is None
 
 
 class RecordLog:
     """A file of records that belongs to one process at a time.
 
-    The process that has locked the `.lock` file next to it owns it. Why not lock the file itself:
-    Windows can't read a locked file or replace an open one. The lock ends with the process.
+    That process holds the lock of the `.lock` file next to it, which the system releases when the
+    process ends. Why not lock the file itself: Windows can't read a locked file or replace an open
+    one.
 
     Args:
-        whose: describes the process that holds the lock, for the error message.
+        describe_owner: describes the process that holds the lock, for the error message.
 
     Raises:
         ConfigError: it can't be written, or another process writes it.
     """
 
-    def __init__(self, path: Path, whose: Callable[[], str] = lambda: "") -> None:
+    def __init__(self, path: Path, describe_owner: Callable[[], str] = lambda: "") -> None:
         self.path = path
         self._synced = time.monotonic()
         self._is_dirty = False
@@ -129,7 +129,7 @@ class RecordLog:
             self._open()
         except Timeout as error:
             raise ConfigError(
-                f"output {str(path)!r} is being written by another process{whose()}"
+                f"output {str(path)!r} is being written by another process{describe_owner()}"
             ) from error
         except OSError as error:
             self._unlock()
@@ -138,7 +138,7 @@ class RecordLog:
     def _open(self) -> None:
         self._is_new = not self.path.exists()
         self._fd = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | O_BINARY, 0o666)
-        self._end = self.num_bytes  # as long as no other program writes
+        self._end = self.num_bytes  # where the last record ends
 
     def _unlock(self) -> None:
         if self._lock.is_locked:
@@ -149,7 +149,7 @@ class RecordLog:
                 self._lock.release()
 
     @contextlib.contextmanager
-    def put_down(self) -> Iterator[None]:
+    def file_closed(self) -> Iterator[None]:
         """Closes the file during the context, so that it can be replaced; the lock stays held."""
         self._close_file()
         try:
@@ -167,21 +167,21 @@ class RecordLog:
         Raises:
             OutputLostError: the disk is full; the log ends with the previous record. Or see `sync`.
         """
-        whole = self._end + len(line)
+        end = self._end + len(line)
         self._is_dirty = True
         try:
-            with writing(self.path):
+            with as_output_lost(self.path):
                 written = os.write(self._fd, line)
-                if written < len(line):  # A full disk takes only a part; the second write fails.
+                if written < len(line):  # on a full disk, where the second write raises
                     written += os.write(self._fd, line[written:])
                 if written < len(line):
-                    raise OSError("it took a part of a record")
-            self._end = whole
+                    raise OSError("only a part of a record was written")
+            self._end = end
         except BaseException:  # Why all: a signal may raise after the write.
-            if self._end < self.num_bytes < whole:
+            if self._end < self.num_bytes < end:
                 os.ftruncate(self._fd, self._end)
-            elif self.num_bytes >= whole:
-                self._end = whole
+            elif self.num_bytes >= end:
+                self._end = end
             raise
         if time.monotonic() - self._synced > SYNC_S:
             self.sync()
@@ -191,22 +191,22 @@ class RecordLog:
 
         Raises:
             OutputLostError: it failed, or another program moved or changed the file, so records may
-                be missing, or the file may have other content.
+                be missing.
         """
         self._synced = time.monotonic()
         if self._is_dirty:
             self._is_dirty = False
-            with writing(self.path):
+            with as_output_lost(self.path):
                 getattr(os, "fdatasync", os.fsync)(self._fd)
-        how = None
+        change = None
         if not self._is_at_its_path():
-            how = "was moved, removed or replaced by another program while the job ran: put it back"
+            change = "was moved, removed or replaced by another program during the job: restore it"
         elif self.num_bytes != self._end:
-            how = f"has {self.num_bytes:,} bytes, and the job wrote it to {self._end:,}: another"
-            how += " program wrote it while the job ran; put back what is missing, if you can"
-        if how is not None:
-            told = f"{self.path} {how}; then the same command runs the rows that it lacks"
-            raise OutputLostError(errno.ESTALE, told)
+            change = f"has {self.num_bytes:,} bytes instead of {self._end:,}: another program wrote"
+            change += " to it during the job; restore missing records if you can"
+        if change is not None:
+            message = f"{self.path} {change}; then the same command runs the rows without a record"
+            raise OutputLostError(errno.ESTALE, message)
 
     def _is_at_its_path(self) -> bool:
         try:
@@ -219,8 +219,8 @@ class RecordLog:
         """Size of the file [bytes]."""
         return os.fstat(self._fd).st_size
 
-    def mend_end(self) -> None:
-        """Removes a torn last line that `records` found; adds a missing final line break."""
+    def repair_end(self) -> None:
+        """Removes a torn last line that `records` found; adds a missing line break at the end."""
         os.ftruncate(self._fd, self._end)
         with open(self.path, "rb") as file:
             file.seek(max(self._end - 1, 0))
@@ -229,15 +229,15 @@ class RecordLog:
 
     def records(self, num_rows: int | None = None) -> Iterator[Record | None]:
         """All records in the order of the file; None for a line that is not a record. A torn last
-        line is left out; `mend_end` removes it.
+        line is skipped; `repair_end` removes it.
 
         Args:
-            num_rows: rows of the job; None: any number.
+            num_rows: rows of the job; None: unknown.
         """
-        offset, most = 0, sys.maxsize if num_rows is None else num_rows
+        offset, limit = 0, sys.maxsize if num_rows is None else num_rows
         with open(self.path, "rb", buffering=BUFFER_BYTES) as file:
             for line in file:
-                record = record_of(line, offset, most)
+                record = parse_record(line, offset, limit)
                 if record is None and _is_torn(line):
                     self._end = offset
                     return
@@ -246,7 +246,7 @@ class RecordLog:
 
     def rewrite(self, offsets: Iterable[int]) -> None:
         """Replaces the file by its lines at these offsets."""
-        with self.put_down(), replacing(self.path) as file:
+        with self.file_closed(), atomic_write(self.path) as file:
             file.writelines(self.lines(offsets))
 
     def lines(self, offsets: Iterable[int]) -> Iterator[bytes]:
@@ -295,25 +295,26 @@ class PipeRecordLog:
 
 
 @contextlib.contextmanager
-def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A temporary file that replaces `path` once it is complete and synced; removed on an error.
+def atomic_write(path: Path) -> Iterator[BinaryIO]:
+    """Opens a temporary file that replaces `path` at the end of the context, after a sync; an error
+    removes it.
 
     Raises:
         OutputLostError: it can't be written.
     """
-    beside = path.with_name(path.name + ".tmp")
-    with writing(path):
-        beside.unlink(missing_ok=True)
+    temporary = path.with_name(path.name + ".tmp")
+    with as_output_lost(path):
+        temporary.unlink(missing_ok=True)
         try:
-            # Why x: an existing link is not followed.
-            with open(beside, "xb", BUFFER_BYTES) as file:
+            # Why x: it does not follow an existing link.
+            with open(temporary, "xb", BUFFER_BYTES) as file:
                 yield file
                 file.flush()
                 os.fsync(file.fileno())
-            os.replace(beside, path)
+            os.replace(temporary, path)
         except BaseException:
             with contextlib.suppress(OSError):
-                beside.unlink(missing_ok=True)
+                temporary.unlink(missing_ok=True)
             raise
         if os.name != "nt":  # Windows can't open a directory.
             directory = os.open(path.parent, os.O_RDONLY)

@@ -1,7 +1,7 @@
-"""The order of tasks, within windows, so that sorting needs bounded memory.
+"""Sorts tasks into a fast order, within windows, so that it needs bounded memory.
 
-Results don't depend on it. Consecutive rows with a common prefix hit the prefix cache before it is
-evicted. At the end of a job long rows go first, so that none is left running alone.
+Results don't depend on the order. Consecutive rows with a common prefix hit the prefix cache before
+the prefix is evicted. In the last window long rows run first, so that none runs alone at the end.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from nanoengine.text.prompt_forms import PAUSE, Pause
 
 WINDOW_ROWS = 4096
 WINDOW_BYTES = 64 << 20
-MOST_WAIT_S = 0.2
-"""Longest wait for further rows of a window while no others can be read [s]."""
+MAX_WAIT_S = 0.2
+"""How long a window waits for more rows while the input has none [s]."""
 
-MIN_PREFIX = 64
-"""Characters of the common prefix that rows of one group share; a few blocks."""
+MIN_PREFIX_CHARS = 64
+"""Rows that share at least this many characters stay together in the last window; a few blocks."""
 
 CHARS_PER_TOKEN = 4
 
 
 def windows(tasks: Iterable[Task | Pause]) -> Iterator[tuple[list[Task], bool] | Pause]:
-    """Groups tasks into windows; True marks the last one. A window ends early if no more come."""
+    """Groups tasks into windows; True marks the last one. A window ends early if tasks pause."""
     window: list[Task] = []
-    size, began = 0, 0.0
+    size, start = 0, 0.0
     for task in tasks:
         if task is PAUSE:
-            if window and time.monotonic() - began >= MOST_WAIT_S:
+            if window and time.monotonic() - start >= MAX_WAIT_S:
                 yield window, False
                 window = []
             else:
@@ -42,7 +42,7 @@ def windows(tasks: Iterable[Task | Pause]) -> Iterator[tuple[list[Task], bool] |
             yield window, False
             window = []
         if not window:
-            size, began = 0, time.monotonic()
+            size, start = 0, time.monotonic()
         window.append(task)
         size += task.size
     if window:
@@ -50,7 +50,7 @@ def windows(tasks: Iterable[Task | Pause]) -> Iterator[tuple[list[Task], bool] |
 
 
 def text_of(prompt: Any) -> str:
-    """Approximate text of a prompt, for its beginning and its length, without a chat template."""
+    """Approximate text of a prompt, without the chat template, to compare prefixes and lengths."""
     if isinstance(prompt, str):
         return prompt
     if isinstance(prompt, dict):
@@ -60,27 +60,27 @@ def text_of(prompt: Any) -> str:
     return prompt if isinstance(prompt, str) else str(prompt)
 
 
-def ordered(tasks: Iterable[Task | Pause]) -> Iterator[Task | Pause]:
-    """The tasks, window by window, in the fastest order."""
-    for found in windows(tasks):
-        if found is PAUSE:
+def reordered(tasks: Iterable[Task | Pause]) -> Iterator[Task | Pause]:
+    """The tasks, sorted within each window."""
+    for item in windows(tasks):
+        if item is PAUSE:
             yield PAUSE
             continue
-        window, is_last = found
+        window, is_last = item
         rows = sorted((text_of(task.prompt), task.row, task) for task in window)
         if not is_last:
             yield from (task for _, _, task in rows)
             continue
-        # Rows with the same beginning stay together.
-        neighbours = itertools.groupby(rows, key=lambda row: row[0][:MIN_PREFIX])
-        groups = [sorted(group, key=_work, reverse=True) for _, group in neighbours]
-        for group in sorted(groups, key=lambda group: _work(group[0]), reverse=True):
+        # Rows with a common prefix stay together.
+        by_prefix = itertools.groupby(rows, key=lambda row: row[0][:MIN_PREFIX_CHARS])
+        groups = [sorted(group, key=_max_tokens, reverse=True) for _, group in by_prefix]
+        for group in sorted(groups, key=lambda group: _max_tokens(group[0]), reverse=True):
             yield from (task for _, _, task in group)
 
 
-def _work(row: tuple[str, int, Task]) -> float:
-    """Approximate number of tokens that a row may need."""
+def _max_tokens(row: tuple[str, int, Task]) -> float:
+    """Approximate maximum number of tokens of a row, prompt and output."""
     text, _, task = row
-    most = task.params.max_tokens
-    # Why //: a row may ask for more tokens than a float can hold.
-    return math.inf if most is None else len(text) // CHARS_PER_TOKEN + most
+    max_tokens = task.params.max_tokens
+    # Why //: max_tokens may be larger than any float.
+    return math.inf if max_tokens is None else len(text) // CHARS_PER_TOKEN + max_tokens

@@ -1,12 +1,12 @@
-"""Converts a line to a task: prompt, sampling parameters, and what the record repeats of the row.
+"""Converts a line to a task: prompt, sampling parameters, and the columns that its record repeats.
 
     OpenAI     {"custom_id": ..., "method": "POST", "url": "/v1/chat/completions", "body": {...}}
     simple     {"prompt" | "prompt_token_ids" | "messages" | "turns": ..., any field of
                SamplingParams, other columns}; a string; a list of token ids; a line of text
     columns    any dict, with a prompt column or a template over the columns
 
-A field is either supported or refused with an error that names it. The valid values are defined in
-one place each: `SamplingParams`, `vllm_names`, and the tables in this module.
+A field that is not supported raises an error with its name. The supported fields and values are
+defined in `SamplingParams`, `vllm_names`, and the tables in this module.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from nanoengine.errors import ConfigError, RequestError
 from nanoengine.jobs.prefetch import size_of
-from nanoengine.jobs.source import AS_UTF8, STDIN, Input, Line, RowError, own_id, read_lines
+from nanoengine.jobs.source import STDIN, UTF8_HINT, Input, Line, RowError, read_lines, row_id
 from nanoengine.settings.checks import nearest, repr_short, to_python
 from nanoengine.settings.params import SamplingParams
 from nanoengine.settings.vllm_names import NAMES, SAMPLING_PARAMS, translate
@@ -47,58 +47,56 @@ KINDS: dict[str, Kind] = {CHAT_URL: "chat", COMPLETION_URL: "completion"}
 SAMPLING = tuple(field.name for field in dataclasses.fields(SamplingParams))
 
 OPENAI = NAMES["OpenAI bodies"]
-"""Fields of OpenAI bodies and of vLLM's server that do not map directly to a field here."""
+"""Fields of OpenAI bodies and of vLLM's server that have another name or meaning here."""
 
-NO_FORM = (
-    "rows have tools, and the chat template shows no form of calls that is known: answers stay"
-    " text, unless --tool-call-parser names one"
+NO_TOOL_PARSER = (
+    "rows have tools, but no parser is known for this chat template: tool calls stay text, unless"
+    " --tool-call-parser is given"
 )
 
-RAW_PROMPTS = (
-    "the model has a chat template, and prompts are given to it without: --chat applies it"
-)
+CHAT_TEMPLATE_UNUSED = "prompts run without the model's chat template: --chat applies it"
 ALL_ARE_DATA = "columns {} set no option: with --prompt-column or --template all columns are data"
 OTHERS_ARE_DATA = "with --prompt-column other columns are data"
-CHAT_MARK = re.compile(r"<[^<>\s{}]+>|\[INST\]")
+CHAT_MARKER = re.compile(r"<[^<>\s{}]+>|\[INST\]")
 
-NOTES = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
+NO_EFFECT = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
 """Fields of a body that are accepted and have no effect."""
 
 _PARAMS = dict.fromkeys((*SAMPLING, *SAMPLING_PARAMS, *OPENAI))
-_COMMON = (*SAMPLING, *OPENAI, *NOTES, *SAMPLING_PARAMS)
+_COMMON = (*SAMPLING, *OPENAI, *NO_EFFECT, *SAMPLING_PARAMS)
 _CHAT = (
     "model", "messages", *TEMPLATE_KEYS, "cache_salt", "reasoning_effort", "tool_choice",
     "top_logprobs",
 )  # fmt: skip
-BODY: dict[Kind, dict[str, None]] = {
+BODY_FIELDS: dict[Kind, dict[str, None]] = {
     "chat": dict.fromkeys((*_CHAT, *_COMMON)),
     "completion": dict.fromkeys(("model", "prompt", "cache_salt", *_COMMON)),
 }
 """Fields of a body, in the order in which error messages list them."""
 
 MAX_TOKENS: dict[Kind, int | None] = {"chat": None, "completion": 16, "simple": 256}
-"""Default max_tokens, for chats and completions as in OpenAI's API; None: all of the context."""
+"""Default of max_tokens, for chats and completions as in OpenAI's API; None: the whole context."""
 
 PROMPT_KEYS = (*CONTENT_KEYS, *TEMPLATE_KEYS, "cache_salt")
-ELSEWHERE = {
+SUGGESTED_NAMES = {
     "max_new_tokens": "max_tokens", "max_length": "max_tokens", "n_predict": "max_tokens",
     "num_predict": "max_tokens", "repeat_penalty": "repetition_penalty", "stop_sequences": "stop",
     "top_logprobs": "logprobs", "reasoning_effort": "chat_template_kwargs", "tool_choice": "a body",
 }  # fmt: skip
-"""Names used by other programs or in bodies -> the name to use in a simple row."""
+"""Options of other programs or of bodies -> the name that an error suggests for a simple row."""
 
-LEAST_LIKENESS = 0.9
-"""Similarity to an option from which a column is reported as misspelt; n_tokens has 0.89."""
+MIN_SIMILARITY = 0.9
+"""A column this similar to an option is an error, as a typo; n_tokens, which is data, has 0.89."""
 
-LEAST_NAME = 4
-KNOWN_PARAMS = 1024
-KNOWN_CHARS = 1 << 15
-"""Longest cache key of parameters; longer ones are not cached, since rows may have any size."""
+MIN_NAME_LETTERS = 4
+MAX_CACHED_PARAMS = 1024
+MAX_CACHE_KEY_CHARS = 1 << 15
+"""Parameters with a longer cache key are not cached, since rows may have any size."""
 
 SNIFFED_ROWS = 1000
-"""How many rows are tried to find one that can be parsed."""
+"""Maximum number of rows that are read until one can be parsed."""
 
-MOST_DEPTH = 100
+MAX_DEPTH = 100
 DEFAULT = SamplingParams()
 
 TEMPLATES = Renderer("row")
@@ -110,17 +108,17 @@ class Task:
 
     Attributes:
         row, input, number: see `Line`.
-        custom_id: the id of an OpenAI row, as given.
+        custom_id: the id of an OpenAI row.
         columns: the columns that a simple record repeats.
-        prompt: a prompt as `LLM.stream` takes it.
-        key: the key that seeds the row's random numbers.
+        prompt: a prompt for `LLM.stream`.
+        key: seeds the row's random numbers.
         size: approximate size of the row's content [bytes].
-        turns: the user's next messages, sent one by one after each answer.
-        outputs: answers to earlier turns, or to some of the parts.
-        form: how the answers are parsed; None: they are not parsed.
+        turns: the user's further messages; each is sent after the answer to the one before.
+        outputs: outputs of earlier turns, or of some of the parts.
+        output_parser: parses reasoning and tool calls; None: outputs are not parsed.
         parts: the prompts of a row that has several; they run concurrently.
-        answer: makes the body of the response from the outputs, in the order of the parts.
-        error: why the row can't run.
+        make_body: makes the body of the response from the outputs, in the order of the parts.
+        error: why the row failed.
     """
 
     row: int
@@ -135,9 +133,9 @@ class Task:
     size: int = 0
     turns: list[str] = field(default_factory=list)
     outputs: list[Any] = field(default_factory=list)
-    form: OutputParser | None = None
+    output_parser: OutputParser | None = None
     parts: list[Any] = field(default_factory=list)
-    answer: Callable[[list[Any]], dict[str, Any]] | None = None
+    make_body: Callable[[list[Any]], dict[str, Any]] | None = None
     error: RowError | None = None
 
 
@@ -147,14 +145,14 @@ class RowOptions:
 
     Attributes:
         sampling: Fields of `SamplingParams` for rows that don't set them.
-        prompt_column: The column that is the prompt; other columns are data, and go into the
+        prompt_column: Column that is the prompt; other columns are data and are copied to the
             record.
         template: Jinja template over the columns that makes the prompt.
-        chat: Treat a prompt as a user's message, and apply the model's chat template.
+        chat: Treat a prompt as a user message, and apply the model's chat template.
         system: System message before each prompt; needs --chat.
-        any_model: Don't warn about rows that ask for another model.
-        ignore_unknown: Drop unknown fields of OpenAI bodies instead of refusing the row.
-        trust_row_templates: Run chat templates that come with rows: they are programs, run in a
+        ignore_model: Don't warn about rows that name another model.
+        ignore_unknown: Drop unknown fields of OpenAI bodies instead of failing the row.
+        trust_row_templates: Run chat templates from rows. They are programs, which run in a
             sandbox with limits on time and memory.
         reasoning_parser: Parse the model's reasoning: qwen3, deepseek_r1, mistral, granite,
             openai_gptoss, or auto, by the chat template.
@@ -167,7 +165,7 @@ class RowOptions:
     template: str | None = None
     chat: bool = False
     system: str | None = None
-    any_model: bool = False
+    ignore_model: bool = False
     ignore_unknown: bool = False
     trust_row_templates: bool = False
     reasoning_parser: str | None = None
@@ -181,28 +179,28 @@ class RowOptions:
 
                 parser_name(option, name, str)
         if self.prompt_column is not None and self.template is not None:
-            raise ConfigError("--prompt-column and --template both make the prompt: give one")
+            raise ConfigError("--prompt-column and --template both make the prompt: give only one")
         if self.system is not None and not self.chat:
-            raise ConfigError("--system needs --chat: only a chat template has a place for it")
+            raise ConfigError("--system needs --chat: only a chat template has system messages")
 
     @property
-    def takes_apart(self) -> bool:
-        """Whether each answer is parsed into reasoning, text and tool calls."""
+    def parses_output(self) -> bool:
+        """Whether outputs are parsed into reasoning, text and tool calls."""
         return self.reasoning_parser is not None or self.tool_call_parser is not None
 
     @property
-    def columns_alone(self) -> bool:
-        """Whether a row's columns are only data, never parameters."""
+    def columns_are_data(self) -> bool:
+        """Whether a row's columns are only data, never sampling parameters."""
         return self.prompt_column is not None or self.template is not None
 
 
-def read_by(
+def reader_args(
     model: str, config: EngineConfig, info: Any, tokenizer: Callable[[], Tokenizer]
 ) -> tuple[str, Mapping[str, Any], Callable[[], Any], Callable[[], Pooler]]:
     """The arguments of a `RowReader` after its options, for a model.
 
     Args:
-        info: what the engine knows about the model, or a part of it.
+        info: an object with the model's `max_model_len` and `generation_defaults`.
         tokenizer: returns the model's tokenizer; called when the first row needs it.
     """
 
@@ -223,9 +221,9 @@ class RowReader:
 
     Args:
         model: name of the loaded model.
-        defaults: the model's own sampling parameters.
+        defaults: the model's default sampling parameters.
         chat_template: returns the model's chat template, which determines the output parsers.
-        pools: makes the reader of pooling requests; None: rows can't ask for embeddings or scores.
+        pools: makes the reader of pooling requests; None: embeddings and scores are not supported.
 
     Raises:
         ConfigError: the template is invalid.
@@ -246,63 +244,63 @@ class RowReader:
         self._base = {**(defaults or {}), **options.sampling}
         self._params: dict[str, SamplingParams] = {}
         self._warned: set[str] = set()
-        self._names = _names_in(options.template) if options.template is not None else []
-        self._make_params({}, "simple")
+        self._columns = [] if options.template is None else _template_columns(options.template)
+        self._make_params({}, "simple")  # Why: it raises if a sampling option is out of range.
 
     def task(self, line: Line, kind: Kind = "simple") -> Task:
-        """Makes the task of a line; a task that can't run holds its error.
+        """Makes the task of a line; if the row can't run, the task has an error.
 
         Args:
-            kind: the form of the input; "chat" means either form of OpenAI rows.
+            kind: the format of the input; "chat" means any kind of OpenAI row.
         """
         task = Task(row=line.row, input=line.input, number=line.number, kind=kind)
         task.key, task.size = str(line.row), size_of(line.content)
         try:
-            self._fill(task, value(line))
+            self._fill(task, parse_line(line))
         except RequestError as error:
-            is_told = isinstance(error, RowError)
-            task.error = error if is_told else RowError("invalid_row", str(error))
+            has_code = isinstance(error, RowError)
+            task.error = error if has_code else RowError("invalid_row", str(error))
         except Exception as error:  # Why all: the content of a row is arbitrary.
             task.error = RowError("invalid_row", f"{type(error).__name__}: {error}")
         return task
 
     def _fill(self, task: Task, row: Any) -> None:
         if not isinstance(row, dict):
-            if self._options.columns_alone or task.kind != "simple":
+            if self._options.columns_are_data or task.kind != "simple":
                 raise RequestError(f"the row must be an object, got {repr_short(row)}")
             row = {"prompt_token_ids" if isinstance(row, list) else "prompt": row}
         if task.kind != "simple":
             self._fill_openai(task, row)
             return
         task.columns = row
-        _, task.key = own_id(row) or ("", task.key)
-        if self._options.columns_alone:
-            if named := [name for name in SAMPLING if name in row]:
-                self._warn("columns", ALL_ARE_DATA.format(", ".join(named)))
-            task.prompt = self._as_chat(self._from_columns(row))
-            task.params = self._params_for(self._with_form(task, {}), "simple")
+        _, task.key = row_id(row) or ("", task.key)
+        if self._options.columns_are_data:
+            if names := [name for name in SAMPLING if name in row]:
+                self._warn("columns", ALL_ARE_DATA.format(", ".join(names)))
+            task.prompt = self._apply_chat(self._from_columns(row))
+            task.params = self._params_for(self._with_parser(task, {}), "simple")
         else:
             self._fill_simple(task, row)
 
     def lacks_prompt(self, row: Mapping[str, Any]) -> bool:
         """Whether a row lacks the columns that its prompt is made from."""
-        if not self._options.columns_alone:
+        if not self._options.columns_are_data:
             return row.keys().isdisjoint((*CONTENT_KEYS, "turns"))
         with contextlib.suppress(RequestError):
             self._from_columns(row)
             return False
-        return not row.keys() >= {self._options.prompt_column, *self._names} - {None}
+        return not row.keys() >= {self._options.prompt_column, *self._columns} - {None}
 
     # --- simple rows ----------------------------------------------------------------------------
 
     def _from_columns(self, row: Mapping[str, Any]) -> str:
         template = self._options.template
         if template is not None:
-            columns = {name: row[name] for name in self._names if name in row}
+            columns = {name: row[name] for name in self._columns if name in row}
             try:
                 return TEMPLATES.render(template, columns)
             except Exception as error:  # Why all: templates are programs, and raise anything.
-                raise RequestError(f"the template refused the row: {error}") from error
+                raise RequestError(f"--template failed on the row: {error}") from error
         name = self._options.prompt_column or ""
         if name not in row:
             raise RequestError(f"the row has no column {name!r}; {nearest(name, list(row))}")
@@ -310,46 +308,45 @@ class RowReader:
             raise RequestError(f"column {name!r} must be a string, got {repr_short(row[name])}")
         return str(row[name])
 
-    def _as_chat(self, prompt: Any) -> Any:
+    def _apply_chat(self, prompt: Any) -> Any:
         if not isinstance(prompt, str):
             return prompt
         if self._options.chat:
-            return self._conversation(prompt)
+            return self._first_messages(prompt)
         template = str(self._chat_template() or "")
-        if template and not any(mark in prompt for mark in _chat_marks(template)):
-            self._warn("chat", RAW_PROMPTS)
+        if template and not any(marker in prompt for marker in _chat_markers(template)):
+            self._warn("chat", CHAT_TEMPLATE_UNUSED)
         return prompt
 
-    def _conversation(self, text: str) -> dict[str, Any]:
+    def _first_messages(self, text: str) -> dict[str, Any]:
         """The first messages of a conversation: the system message, then the user's."""
-        said = [("system", self._options.system), ("user", text)]
-        messages = [{"role": role, "content": one} for role, one in said if one is not None]
-        return {"messages": messages}
+        messages = (("system", self._options.system), ("user", text))
+        return {"messages": [{"role": role, "content": c} for role, c in messages if c is not None]}
 
     def _fill_simple(self, task: Task, row: Mapping[str, Any]) -> None:
-        given = _given(row, PROMPT_KEYS)
-        self._check_template(given)
-        for name, one in row.items():
-            meant = _meant(name) if one is not None else ""
-            if meant and to_python(one) not in _neutral(name):
-                raise RequestError(f"column {name!r} has no effect: {meant}; {OTHERS_ARE_DATA}")
+        prompt = _present_fields(row, PROMPT_KEYS)
+        self._check_template(prompt)
+        for name, value in row.items():
+            hint = _misnamed_option_hint(name) if value is not None else ""
+            if hint and to_python(value) not in _no_effect_values(name):
+                raise RequestError(f"column {name!r} has no effect: {hint}; {OTHERS_ARE_DATA}")
         if isinstance(row.get("model"), str):
             self._check_model(row["model"])
-        own = self._with_form(task, _given(row, _PARAMS), given.get("tools"))
-        task.params = self._params_for(own, "simple")
+        params = self._with_parser(task, _present_fields(row, _PARAMS), prompt.get("tools"))
+        task.params = self._params_for(params, "simple")
         turns = to_python(row.get("turns"))
         if turns is None:
-            alone = given.keys() == {"prompt"}
-            task.prompt = self._as_chat(given["prompt"] if alone else given)
+            is_text = prompt.keys() == {"prompt"}
+            task.prompt = self._apply_chat(prompt["prompt"] if is_text else prompt)
             return
         if not isinstance(turns, list) or not turns or not all(isinstance(t, str) for t in turns):
             raise RequestError(f"'turns' must be a list of strings, got {repr_short(turns)}")
         if task.params.n != 1:
             raise RequestError(f"n must be 1 in a row with 'turns', got {task.params.n}")
-        if not given.keys().isdisjoint(CONTENT_KEYS):
-            raise RequestError("'turns' stands beside another prompt: give one of them")
+        if not prompt.keys().isdisjoint(CONTENT_KEYS):
+            raise RequestError("the row has 'turns' and another prompt: give only one")
         task.turns = turns[1:]
-        task.prompt = {**given, **self._conversation(turns[0])}
+        task.prompt = {**prompt, **self._first_messages(turns[0])}
 
     # --- OpenAI rows ----------------------------------------------------------------------------
 
@@ -360,31 +357,32 @@ class RowReader:
         if not isinstance(task.custom_id, str):
             raise RequestError(f"custom_id must be a string, got {repr_short(task.custom_id)}")
         task.key = task.custom_id
-        pooled, names = "", BODY.get(task.kind, {})
+        pooling, names = "", BODY_FIELDS.get(task.kind, {})
         if known is None:
-            from nanoengine.jobs import pooled as other
+            from nanoengine.jobs import pooled
 
-            pooled = other.KINDS.get(str(row.get("url")), "")
-            if not pooled or self._pools is None:
-                urls = ", ".join([*KINDS, *(other.KINDS if self._pools else ())])
+            pooling = pooled.KINDS.get(str(row.get("url")), "")
+            if not pooling or self._pools is None:
+                urls = ", ".join([*KINDS, *(pooled.KINDS if self._pools else ())])
                 raise RowError(
                     "unknown_url", f"url must be one of {urls}, got {repr_short(row.get('url'))}"
                 )
-            task.kind, names = "pooled", dict.fromkeys((*other.BODY[pooled], *NOTES))
+            task.kind = "pooled"
+            names = dict.fromkeys((*pooled.BODY_FIELDS[pooling], *NO_EFFECT))
         if row.get("method", "POST") != "POST":
             raise RequestError(f"method must be 'POST', got {repr_short(row['method'])}")
         if not isinstance(row.get("body"), dict):
             raise RequestError(f"body must be an object, got {repr_short(row.get('body'))}")
-        body = {name: value for name, value in row["body"].items() if value is not None}
+        body = {name: field for name, field in row["body"].items() if field is not None}
         self._check_names(body, names)
         for name in row.keys() - {"custom_id", "method", "url", "body"}:
-            if name in names and name not in NOTES and not self._options.ignore_unknown:
-                raise RequestError(f"{name!r} has no effect beside the body: put it into the body")
-            self._warn("beside", f"fields beside the body are neither read nor kept: {name!r}")
+            if name in names and name not in NO_EFFECT and not self._options.ignore_unknown:
+                raise RequestError(f"{name!r} has no effect outside of body: move it into body")
+            self._warn("outside", f"fields outside of body are dropped: {name!r}")
         self._check_model(body.get("model"))
-        if pooled:
+        if pooling:
             assert self._pools is not None
-            task.parts, task.params, task.answer = other.read(pooled, body, self._pools())
+            task.parts, task.params, task.make_body = pooled.read(pooling, body, self._pools())
             task.prompt = task.parts[0]
         elif known == "chat":
             self._fill_chat(task, body)
@@ -395,68 +393,68 @@ class RowReader:
     def _check_names(self, body: dict[str, Any], names: dict[str, None]) -> None:
         for name in body.keys() - names.keys():
             if not self._options.ignore_unknown:
-                raise RequestError(f"unknown field {name!r} in the body; {nearest(name, names)}")
+                raise RequestError(f"unknown field {name!r} in body; {nearest(name, names)}")
             del body[name]
 
     def _check_model(self, model: object) -> None:
-        """Warns once per name if a row asks for another model; the loaded one answers it."""
-        if model is None or self._options.any_model:
+        """Warns once per name if a row names another model; the loaded one runs it."""
+        if model is None or self._options.ignore_model:
             return
         if not isinstance(model, str):
             raise RequestError(f"model must be a string, got {repr_short(model)}")
         if model != self._model:
             self._warn(
                 f"model {model}",
-                f"rows ask for model {repr_short(model)}, and {self._model!r} answers them;"
-                " --any-model says that this is meant",
+                f"rows name model {repr_short(model)}, but {self._model!r} runs them;"
+                " --ignore-model hides this warning",
             )
 
     def _warn(self, key: str, message: str) -> None:
         """Warns once per key."""
-        if key not in self._warned and len(self._warned) < KNOWN_PARAMS:
+        if key not in self._warned and len(self._warned) < MAX_CACHED_PARAMS:
             self._warned.add(key)
             warnings.warn(message, stacklevel=1)
 
     def _check_template(self, prompt: Mapping[str, Any]) -> None:
         if "chat_template" in prompt and not self._options.trust_row_templates:
             raise RequestError(
-                "chat_template: a template is a program, and rows are data; trust_row_templates"
-                " (--trust-row-templates) runs those of rows"
+                "chat_template is refused, because a template is a program: allow it with"
+                " trust_row_templates (--trust-row-templates)"
             )
 
     def _fill_chat(self, task: Task, body: dict[str, Any]) -> None:
         if "messages" not in body:
-            raise RequestError("the body has no messages")
-        prompt = _given(body, ("messages", *TEMPLATE_KEYS, "cache_salt"))
+            raise RequestError("body has no messages")
+        prompt = _present_fields(body, ("messages", *TEMPLATE_KEYS, "cache_salt"))
         self._check_template(prompt)
         tools = prompt.get("tools")
         if body.get("tool_choice") == "none":
             prompt.pop("tools", None)
         if "reasoning_effort" in body:
             variables = prompt.get("chat_template_kwargs", {})
-            if isinstance(variables, dict):  # else `LLM.stream` reports the type
+            if isinstance(variables, dict):  # otherwise `LLM.stream` raises
                 effort = {"reasoning_effort": body["reasoning_effort"]}
                 prompt["chat_template_kwargs"] = {**effort, **variables}
         task.prompt = prompt
-        asked, top = body.pop("logprobs", False), body.pop("top_logprobs", None)
-        if not isinstance(asked, bool):
-            raise RequestError(f"logprobs must be true or false in a chat, got {repr_short(asked)}")
-        if top is not None and not asked:
+        flag, top = body.pop("logprobs", False), body.pop("top_logprobs", None)
+        if not isinstance(flag, bool):
+            raise RequestError(f"logprobs must be true or false in a chat, got {repr_short(flag)}")
+        if top is not None and not flag:
             raise RequestError("top_logprobs needs logprobs: true")
-        if asked:
+        if flag:
             body["logprobs"] = 0 if top is None else top
         choice = body.pop("tool_choice", None)
-        task.params = self._params_for(self._with_form(task, body, tools, choice), "chat")
+        task.params = self._params_for(self._with_parser(task, body, tools, choice), "chat")
 
-    # --- the form of answers --------------------------------------------------------------------
+    # --- reasoning and tool calls ---------------------------------------------------------------
 
-    def _with_form(
-        self, task: Task, own: dict[str, Any], tools: Any = None, choice: Any = None
+    def _with_parser(
+        self, task: Task, params: dict[str, Any], tools: Any = None, choice: Any = None
     ) -> dict[str, Any]:
-        """A row's parameters, with the ones that its output parser needs."""
+        """Sets the output parser of a task; returns the row's parameters with the parser's."""
         options, is_chat = self._options, task.kind == "chat"
-        if not options.takes_apart and not (is_chat and (tools or choice)):
-            return own
+        if not options.parses_output and not (is_chat and (tools or choice)):
+            return params
         from nanoengine.features.output_parser import TWO_CONSTRAINTS, make_parser, parser_name
 
         reader = options.tool_call_parser
@@ -464,36 +462,36 @@ class RowReader:
             try:
                 reader = parser_name("tool_call_parser", "auto", self._chat_template)
             except RequestError:
-                warnings.warn(NO_FORM, stacklevel=1)
-        tools = tools if isinstance(tools, list) else None  # else `LLM.stream` reports the type
-        asked = (options.reasoning_parser, reader, tools, choice)
-        task.form = form = make_parser(*asked, self._chat_template)
-        if form is None:
-            return own
-        if form.is_constrained:
-            is_text = own.pop("response_format", None) in (None, {"type": "text"})
-            if not is_text or "structured_outputs" in own:
+                warnings.warn(NO_TOOL_PARSER, stacklevel=1)
+        tools = tools if isinstance(tools, list) else None  # otherwise `LLM.stream` raises
+        parsers = (options.reasoning_parser, reader, tools, choice)
+        task.output_parser = parser = make_parser(*parsers, self._chat_template)
+        if parser is None:
+            return params
+        if parser.is_constrained:
+            is_text = params.pop("response_format", None) in (None, {"type": "text"})
+            if not is_text or "structured_outputs" in params:
                 raise RequestError(TWO_CONSTRAINTS)
-        return form.required_fields() | own  # Why last: the row's own values take precedence.
+        return parser.required_fields() | params  # Why last: the row's own values take precedence.
 
     # --- sampling parameters --------------------------------------------------------------------
 
-    def _params_for(self, given: Mapping[str, Any], kind: Kind) -> SamplingParams:
+    def _params_for(self, fields: Mapping[str, Any], kind: Kind) -> SamplingParams:
         """The job's parameters with the row's own; equal parameters share one object."""
-        own = {name: value for name, value in given.items() if name in _PARAMS}
+        own = {name: value for name, value in fields.items() if name in _PARAMS}
         key = f"{kind}{own!r}"
         params = self._params.get(key)
         if params is None:
             params = self._make_params(own, kind)
-            if len(self._params) >= KNOWN_PARAMS:
+            if len(self._params) >= MAX_CACHED_PARAMS:
                 self._params.clear()
-            if len(key) <= KNOWN_CHARS:
+            if len(key) <= MAX_CACHE_KEY_CHARS:
                 self._params[key] = params
         return params
 
     def _make_params(self, own: dict[str, Any], kind: Kind) -> SamplingParams:
         if own.get("response_format") is not None:
-            own["response_format"] = _structured(own["response_format"])
+            own["response_format"] = _structured_outputs(own["response_format"])
         own = translate(own, OPENAI, RequestError)
         biases = own.get("logit_bias")
         if isinstance(biases, dict):
@@ -504,47 +502,48 @@ class RowReader:
 
 
 @functools.lru_cache
-def _chat_marks(template: str) -> list[str]:
-    """Markers that a chat template puts around messages; a prompt with one is already rendered."""
-    return CHAT_MARK.findall(template)
+def _chat_markers(template: str) -> list[str]:
+    """The markers that a chat template writes around messages; a prompt with one has them
+    already."""
+    return CHAT_MARKER.findall(template)
 
 
-def _given(row: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
-    """The row's values with these names; null counts as missing."""
+def _present_fields(row: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """The fields of a row with these names; null counts as missing."""
     return {name: to_python(row[name]) for name in names if row.get(name) is not None}
 
 
-@functools.lru_cache(KNOWN_PARAMS)
-def _meant(column: str) -> str:
-    """A hint for a column of a simple row that has no effect; empty if it is data."""
+@functools.lru_cache(MAX_CACHED_PARAMS)
+def _misnamed_option_hint(column: str) -> str:
+    """A hint for a column that looks like an option but isn't one here; empty if it is data."""
     refused = OPENAI.get(column, {}).get("refused")
-    if refused is not None or column in ELSEWHERE:
-        return refused or f"give {ELSEWHERE[column]}"
-    letters = _letters(column)
-    near = difflib.get_close_matches(letters, OPTIONS, n=1, cutoff=LEAST_LIKENESS)
-    is_data = not near or len(letters) < LEAST_NAME or column in (*PROMPT_KEYS, *_PARAMS)
+    if refused is not None or column in SUGGESTED_NAMES:
+        return refused or f"give {SUGGESTED_NAMES[column]}"
+    letters = _letters_of(column)
+    near = difflib.get_close_matches(letters, OPTIONS, n=1, cutoff=MIN_SIMILARITY)
+    is_data = not near or len(letters) < MIN_NAME_LETTERS or column in (*PROMPT_KEYS, *_PARAMS)
     return "" if is_data else f"did you mean {OPTIONS[near[0]]!r}?"
 
 
-def _neutral(column: str) -> tuple[Any, ...]:
-    """Values of a refused column that are accepted, because they ask for nothing."""
+def _no_effect_values(column: str) -> tuple[Any, ...]:
+    """Values with which a refused column is accepted, because they have no effect."""
     entry = OPENAI.get(column, {"unless": ()})
     return tuple(entry.get("unless", (None, False)))
 
 
-def _letters(name: object) -> str:
+def _letters_of(name: object) -> str:
     return re.sub("[^a-z]", "", str(name).lower())
 
 
 OPTIONS = {
-    _letters(name): name
+    _letters_of(name): name
     for name in (*TEMPLATE_KEYS, "cache_salt", *_PARAMS)
     if "refused" not in OPENAI.get(name, {}) and name not in ("tools", "priority")
 }
-"""Options that a column may be a typo of; the excluded names are too similar to data columns."""
+"""Options that a misspelt column may mean; the excluded ones are too similar to names of data."""
 
 
-def _structured(response_format: object) -> dict[str, Any] | None:
+def _structured_outputs(response_format: object) -> dict[str, Any] | None:
     """OpenAI's response_format as fields of `StructuredOutputs`."""
     match response_format:
         case {"type": "text"}:
@@ -564,7 +563,7 @@ def _completion_prompt(body: Mapping[str, Any]) -> Any:
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
         prompt = prompt[0]
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
-        raise RequestError(f"prompt must be one prompt, got {len(prompt)}: give each a row")
+        raise RequestError(f"prompt must be one prompt, got {len(prompt)}: give each its own row")
     if not isinstance(prompt, str | list):
         raise RequestError(f"prompt must be a string or token ids, got {repr_short(prompt)}")
     name = "prompt" if isinstance(prompt, str) else "prompt_token_ids"
@@ -572,51 +571,52 @@ def _completion_prompt(body: Mapping[str, Any]) -> Any:
 
 
 def kind_of(lines: Iterable[Line]) -> Kind:
-    """The form of an input, from its first row that can be parsed."""
-    row = next(_readable(lines), "")
+    """The kind of an input's rows, from its first row that can be parsed."""
+    row = next(_parsed_rows(lines), "")
     if not isinstance(row, dict) or any(row.get(n) is not None for n in (*CONTENT_KEYS, "turns")):
         return "simple"
     return "chat" if "body" in row or "custom_id" in row else "simple"
 
 
-def _readable(lines: Iterable[Line]) -> Iterator[Any]:
+def _parsed_rows(lines: Iterable[Line]) -> Iterator[Any]:
     """The rows that can be parsed among the first lines of an input."""
     for line in itertools.islice(lines, SNIFFED_ROWS):
         with contextlib.suppress(RowError):
-            yield value(line)
+            yield parse_line(line)
 
 
 def require_columns(inputs: Iterable[Input], options: RowOptions, max_row_bytes: int) -> None:
-    """Checks that the rows of each file have the columns that prompts are made from.
+    """Checks that each file has a row with the columns that prompts are made from.
 
     Raises:
-        ConfigError: none of the first rows has them, or the header of a CSV can't be parsed.
+        ConfigError: none of the first rows has them, or the header of a CSV can't be read.
     """
     reader = RowReader(options)
-    for one in inputs:
-        if one.name == STDIN or not (options.columns_alone or one.form in ("csv", "parquet")):
+    for source in inputs:
+        has_columns = options.columns_are_data or source.form in ("csv", "parquet")
+        if source.name == STDIN or not has_columns:
             continue
-        lines, names = read_lines([one], max_row_bytes), dict[str, None]()
+        lines, names = read_lines([source], max_row_bytes), dict[str, None]()
         first = next(lines, None)
         error = first.content if first and isinstance(first.content, RowError) else None
-        if error and one.form == "csv" and error.code == "unreadable_input":
-            raise ConfigError(f"input {one.name!r}: {error}")
-        for row in _readable(itertools.chain([first] if first else [], lines)):
+        if error and source.form == "csv" and error.code == "unreadable_input":
+            raise ConfigError(f"input {source.name!r}: {error}")
+        for row in _parsed_rows(itertools.chain([first] if first else [], lines)):
             if isinstance(row, dict):
                 names |= dict.fromkeys(row)
                 if not reader.lacks_prompt(row):
                     break
         else:
-            if names or one.form == "txt":
-                wanted = options.prompt_column or options.template or "prompt"
+            if names or source.form == "txt":
+                required = options.prompt_column or options.template or "prompt"
                 raise ConfigError(
-                    f"no row of {one.name!r} has what makes a prompt, {wanted!r}: its columns are"
-                    f" {repr_short(list(names))}; --prompt-column names one, --template takes"
-                    " several"
+                    f"no row of {source.name!r} has the columns for {required!r}: its columns are"
+                    f" {repr_short(list(names))}; select one with --prompt-column, or several with"
+                    " --template"
                 )
 
 
-def value(line: Line) -> Any:
+def parse_line(line: Line) -> Any:
     """The content of a line: a JSON value, text, or columns.
 
     Raises:
@@ -631,14 +631,14 @@ def value(line: Line) -> Any:
         text = content.decode()
         if line.input.form == "txt":
             return text.rstrip("\r\n")
-        found = JSON.decode(text)
-        if text.count("[") + text.count("{") > MOST_DEPTH:
-            _check_depth(found)
-        return found
+        value = JSON_DECODER.decode(text)
+        if text.count("[") + text.count("{") > MAX_DEPTH:
+            _check_depth(value)
+        return value
     except RowError:
         raise
     except UnicodeDecodeError as error:
-        raise RowError("unreadable_row", f"the line is not UTF-8: {error}; {AS_UTF8}") from error
+        raise RowError("unreadable_row", f"the line is not UTF-8: {error}; {UTF8_HINT}") from error
     except (ValueError, RecursionError) as error:
         raise RowError("unreadable_row", f"the line is not JSON: {error}") from error
 
@@ -646,29 +646,29 @@ def value(line: Line) -> Any:
 def _check_depth(value: Any) -> None:
     """Raises RecursionError if the value is nested too deeply to be serialized again."""
     level = [value]
-    for _ in range(MOST_DEPTH + 1):
-        inner = [one.values() if isinstance(one, dict) else one for one in level]
-        level = [v for one in inner for v in one if isinstance(v, dict | list)]
+    for _ in range(MAX_DEPTH + 1):
+        inner = [node.values() if isinstance(node, dict) else node for node in level]
+        level = [child for nodes in inner for child in nodes if isinstance(child, dict | list)]
         if not level:
             return
-    raise RecursionError(f"lists and objects lie more than {MOST_DEPTH} deep")
+    raise RecursionError(f"lists and objects are nested more than {MAX_DEPTH} levels deep")
 
 
-def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is no value of JSON")
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not a JSON value")
 
 
-def _finite(text: str) -> float:
+def _parse_float(text: str) -> float:
     if math.isinf(number := float(text)):
-        told = f"{text:.40} is more than a 64-bit float holds: write it as a string"
-        raise RowError("unreadable_row", told)
+        message = f"{text:.40} is too large for a 64-bit float: write it as a string"
+        raise RowError("unreadable_row", message)
     return number
 
 
-JSON = json.JSONDecoder(parse_constant=_no_constant, parse_float=_finite)
+JSON_DECODER = json.JSONDecoder(parse_constant=_refuse_constant, parse_float=_parse_float)
 
 
-def _names_in(template: str) -> list[str]:
+def _template_columns(template: str) -> list[str]:
     """The columns that a template uses.
 
     Raises:
@@ -677,4 +677,4 @@ def _names_in(template: str) -> list[str]:
     try:
         return TEMPLATES.render(template, None).split()
     except (ValueError, TimeoutError, MemoryError) as error:
-        raise ConfigError(f"--template is no Jinja: {error}") from error
+        raise ConfigError(f"--template is not valid Jinja: {error}") from error

@@ -1,4 +1,4 @@
-"""Signals: the effect of Ctrl-C and SIGTERM while a job runs."""
+"""Graceful shutdown of a job on Ctrl-C and SIGTERM."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import Any
 from nanoengine.jobs.work import Work
 
 ALARM = getattr(signal, "SIGALRM", None)
-"""Ends the grace period. On Windows, a thread interrupts the main thread instead, as Ctrl-C."""
+"""Ends the shutdown timeout. On Windows, a thread interrupts the main thread instead."""
 
 
 class Stopped(KeyboardInterrupt):
-    """A signal has ended the run; its requests are dropped."""
+    """A signal has ended the run; running rows are dropped and run again in the next run."""
 
     def __init__(self, number: int) -> None:
         super().__init__()
@@ -27,46 +27,45 @@ class Stopped(KeyboardInterrupt):
 class Signals:
     """Handles Ctrl-C and SIGTERM while a job runs.
 
-    After the first signal, `work` gives out no more rows, and running rows get `grace_s` seconds.
-    A second signal, or the end of that time, raises `Stopped`. If nothing runs, the first does.
+    After the first signal, `work` gives out no more rows, and running rows get
+    `shutdown_timeout_s` seconds. A second signal, or the end of that time, raises `Stopped`.
+    Without work, the first signal does.
 
     Attributes:
-        work: the work to stop; None: nothing runs.
-        caught: number of the first signal.
+        work: the work to stop; None: no rows are running.
+        signal_number: the first signal; None: none so far.
     """
 
-    grace_s: float
+    shutdown_timeout_s: float
     work: Work | None = None
-    caught: int | None = None
-    _before: dict[int, Any] = field(default_factory=dict)
+    signal_number: int | None = None
+    _previous_handlers: dict[int, Any] = field(default_factory=dict)
     _timer: threading.Timer | None = None
 
     def __enter__(self) -> Signals:
         for number in filter(None, (signal.SIGINT, signal.SIGTERM, ALARM)):
-            self._before[number] = signal.signal(number, self._on_signal)
+            self._previous_handlers[number] = signal.signal(number, self._on_signal)
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        self._end_grace_after(0)
-        for number, handler in self._before.items():
+        self._set_timeout(0)
+        for number, handler in self._previous_handlers.items():
             signal.signal(number, handler)
 
     def _on_signal(self, number: int, frame: object) -> None:
-        if number == ALARM or self.caught is not None or self.work is None:
-            self.caught = self.caught or number
-            raise Stopped(self.caught)
-        self.caught = number
+        if number == ALARM or self.signal_number is not None or self.work is None:
+            self.signal_number = self.signal_number or number
+            raise Stopped(self.signal_number)
+        self.signal_number = number
         self.work.is_stopping = True
-        if not self.grace_s:
+        if not self.shutdown_timeout_s:
             raise Stopped(number)
-        self._end_grace_after(self.grace_s)
-        print(
-            f"\nstopping: rows that run get {self.grace_s:g} s; once more to stop at once",
-            file=sys.stderr,
-        )
+        self._set_timeout(self.shutdown_timeout_s)
+        left = f"running rows have {self.shutdown_timeout_s:g} s to finish"
+        print(f"\nstopping: {left}; a second signal stops at once", file=sys.stderr)
 
-    def _end_grace_after(self, seconds: float) -> None:
-        """Raises Stopped after this time; 0 cancels it."""
+    def _set_timeout(self, seconds: float) -> None:
+        """Raises `Stopped` after this time; 0 cancels the timeout."""
         if ALARM is not None:
             signal.setitimer(signal.ITIMER_REAL, seconds)
         elif seconds:

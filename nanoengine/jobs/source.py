@@ -1,6 +1,6 @@
 """Reads the inputs of a job as a stream of lines.
 
-A line is found here, not parsed. This is cheap: a resumed job skips a million finished rows in a
+This module finds lines and does not parse them, so a resumed job skips a million finished rows per
 second. A line that can't be read becomes a `RowError`.
 """
 
@@ -33,27 +33,29 @@ STDIN = "-"
 Form = Literal["jsonl", "json", "txt", "csv", "parquet"]
 SUFFIXES: dict[str, Form] = {f".{form}": form for form in get_args(Form)}
 SUFFIXES |= {".ndjson": "jsonl", ".json": "jsonl", ".tsv": "csv"}
-PACKINGS = {".gz": "gzip", ".bz2": "bz2", ".xz": "lzma", ".zst": "zstd"}
+COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".xz": "lzma", ".zst": "zstd"}
 """Suffix -> the standard library module that decompresses it; zstd is done by pyarrow."""
 
-TABLE_ROWS = 64
+PARQUET_BATCH_ROWS = 64
 """Rows of a Parquet file that are converted to Python objects at a time."""
 
 BUFFER_BYTES = 1 << 18
-MOST_WHOLE_BYTES = 1 << 28
+MAX_WHOLE_FILE_BYTES = 1 << 28
 """Maximum size of a file that is read as a whole: JSON over several lines, and UTF-16."""
 
 UTF_16 = {codecs.BOM_UTF16_LE: "utf-16-le", codecs.BOM_UTF16_BE: "utf-16-be"}
-BETWEEN_ROWS = re.compile(r"[\s,\ufeff]*")
-AS_UTF8 = "save the file as UTF-8, or convert it: iconv -f WINDOWS-1252 -t UTF-8"
-ID_SIGNS = (b'"custom_id"', b'"id"', b"\\u00")
-"""A line without any of these has no id. Any letter of a name may be written as an escape."""
+ROW_SEPARATOR = re.compile(r"[\s,\ufeff]*")
+UTF8_HINT = "save the file as UTF-8, or convert it: iconv -f WINDOWS-1252 -t UTF-8"
+ID_MARKERS = (b'"custom_id"', b'"id"', b"\\u00")
+"""A line without any of these has no id. JSON may write a letter of a name as an escape,
+\\u00XX."""
 
-PLAIN_ID = re.compile(rb'\s*\{\s*"((?:custom_)?id)"\s*:\s*"([^"\\]+)"\s*[,}]')
+LEADING_ID = re.compile(rb'\s*\{\s*"((?:custom_)?id)"\s*:\s*"([^"\\]+)"\s*[,}]')
+"""An id that is the first member of a row and contains no escape."""
 
 
 class RowError(RequestError):
-    """Why a row has no answer; the values of `code` are listed in docs/batch.md."""
+    """Why a row failed; docs/batch.md lists the values of `code`."""
 
     def __init__(self, code: str, message: str) -> None:
         super().__init__(message)
@@ -65,13 +67,14 @@ class Input:
     """One input of a job.
 
     Attributes:
+        compression: the module that decompresses it, see `COMPRESSIONS`; None: not compressed.
         num_bytes: size of the file when the job starts; None: stdin. Bytes that are appended later
-            are left to the next run, which sees that the file has grown.
+            are read by the next run, which sees that the file has grown.
     """
 
     name: str
     form: Form
-    packing: str | None = None
+    compression: str | None = None
     num_bytes: int | None = None
 
 
@@ -80,7 +83,7 @@ class Line(NamedTuple):
 
     Attributes:
         row: its number in the job, from 0, over all inputs; blank lines don't count.
-        number: its line in the input, from 1; for Parquet, the number of the row in the file.
+        number: its line in the input, from 1; for Parquet, its row in the file, from 1.
         content: bytes of JSON or text, or a dict of columns.
     """
 
@@ -93,12 +96,12 @@ class Line(NamedTuple):
 def find_inputs(
     names: Sequence[str],
     form: Form | None = None,
-    is_own: Callable[[str], bool] = lambda name: False,
+    is_job_file: Callable[[str], bool] = lambda name: False,
 ) -> list[Input]:
-    """Finds the inputs that `names` mean: files, globs, and - for stdin.
+    """The inputs for `names`: files, globs, and - for stdin.
 
     Args:
-        is_own: whether a glob skips a file, because the job writes it.
+        is_job_file: whether the job itself writes a file, so that globs skip it.
 
     Raises:
         ConfigError: no name is given, a file is missing, a suffix is unknown, stdin is given twice.
@@ -106,18 +109,20 @@ def find_inputs(
     """
     found: list[Input] = []
     if not names:
-        raise ConfigError("no input: name files, globs, or - for stdin")
+        raise ConfigError("no input: give files, globs, or - for stdin")
     for name in names:
         matches = [name]
         if name != STDIN and not os.path.exists(name) and glob.has_magic(name):
-            matches = sorted(one for one in glob.glob(name, recursive=True) if not is_own(one))
+            matches = sorted(
+                path for path in glob.glob(name, recursive=True) if not is_job_file(path)
+            )
         if not matches:
             raise ConfigError(f"input {name!r} matches no file")
         found += [_input(match, form) for match in matches]
-    counts = Counter(os.path.realpath(one.name) for one in found)
-    if twice := sorted(one.name for one in found if counts[os.path.realpath(one.name)] > 1):
-        raise ConfigError(f"input {twice[0]!r} is given twice")
-    if any(one.form == "parquet" or one.packing == "zstd" for one in found):
+    counts = Counter(os.path.realpath(s.name) for s in found)
+    if repeated := sorted(s.name for s in found if counts[os.path.realpath(s.name)] > 1):
+        raise ConfigError(f"input {repeated[0]!r} is given twice")
+    if any(source.form == "parquet" or source.compression == "zstd" for source in found):
         require_pyarrow("Parquet and zstd")
     return found
 
@@ -126,45 +131,46 @@ def _input(name: str, form: Form | None) -> Input:
     if name == STDIN:
         return Input(name=name, form=form or "jsonl")
     path = Path(name)
-    for is_so, told in (
+    for is_bad, message in (
         (not path.exists(), "does not exist"),
         (path.is_dir(), "is a directory: give its files, or a glob"),
-        (not path.is_file(), "is no file, and inputs are read more than once: pipe it in, as -"),
+        (not path.is_file(), "is not a regular file, which can be read twice: pipe it to stdin, -"),
     ):
-        if is_so:
-            raise ConfigError(f"input {name!r} {told}")
+        if is_bad:
+            raise ConfigError(f"input {name!r} {message}")
     try:
         path.open("rb").close()
     except OSError as error:
         raise ConfigError(f"input {name!r} can't be read: {error.strerror}") from error
-    packing = PACKINGS.get(path.suffix)
-    suffix = path.with_suffix("").suffix if packing else path.suffix
+    compression = COMPRESSIONS.get(path.suffix)
+    suffix = path.with_suffix("").suffix if compression else path.suffix
     if form is None and suffix not in SUFFIXES:
         raise ConfigError(
-            f"input {name!r} ends in no known suffix; {nearest(suffix, SUFFIXES)}, and one of"
-            f" {', '.join(PACKINGS)} behind it; or say --input-format {' | '.join(get_args(Form))}"
+            f"input {name!r} has an unknown suffix; {nearest(suffix, SUFFIXES)}, each also with"
+            f" {', '.join(COMPRESSIONS)}; or give --input-format"
         )
     size = os.path.getsize(name)
-    found = Input(name=name, form=form or SUFFIXES[suffix], packing=packing, num_bytes=size)
-    return replace(found, form="json") if found.form == "jsonl" and _spans_lines(found) else found
+    form = form or SUFFIXES[suffix]
+    source = Input(name=name, form=form, compression=compression, num_bytes=size)
+    return replace(source, form="json") if form == "jsonl" and _is_multiline(source) else source
 
 
-def head(one: Input) -> bytes:
-    """The first bytes of a file, decompressed, as UTF-8; empty if they can't be read."""
-    with contextlib.suppress(OSError, ValueError), open_input(one) as file:
+def read_head(source: Input) -> bytes:
+    """The first decompressed bytes of a file, as UTF-8; empty if they can't be read."""
+    with contextlib.suppress(OSError, ValueError), open_input(source) as file:
         return file.read(BUFFER_BYTES)
     return b""
 
 
-def _spans_lines(one: Input) -> bool:
-    """Whether a file begins with an array of rows, or with JSON that contains line breaks."""
-    found = head(one).removeprefix(codecs.BOM_UTF8).strip()
-    start = re.match(rb'(\{)|\[\s*[\[{"]', found)  # a row, or an array that starts with one
+def _is_multiline(source: Input) -> bool:
+    """Whether a file begins with an array of rows, or with a row that spans several lines."""
+    text = read_head(source).removeprefix(codecs.BOM_UTF8).strip()
+    start = re.match(rb'(\{)|\[\s*[\[{"]', text)  # an object, or an array that starts with a row
     with contextlib.suppress(ValueError, RecursionError):
-        json.loads(found.partition(b"\n")[0])
+        json.loads(text.partition(b"\n")[0])
         return start is not None and start[1] is None
     with contextlib.suppress(ValueError, RecursionError):
-        rows = [row for _, row in itertools.islice(_json_rows(found, BUFFER_BYTES), 2)]
+        rows = [row for _, row in itertools.islice(_json_rows(text, BUFFER_BYTES), 2)]
         return start is not None and (start[1] is None or b"\n" in rows[0])
     return False
 
@@ -187,135 +193,136 @@ def require_pyarrow(what: str) -> Any:
 def read_lines(inputs: Iterable[Input], max_row_bytes: int) -> Iterator[Line]:
     """All rows of the inputs, numbered consecutively."""
     row = 0
-    for one in inputs:
-        for number, content in _read(one, max_row_bytes):
-            yield Line(row, one, number, content)
+    for source in inputs:
+        for number, content in _read(source, max_row_bytes):
+            yield Line(row, source, number, content)
             row += 1
 
 
-def _read(one: Input, max_row_bytes: int) -> Iterator[tuple[int, Any]]:
+def _read(source: Input, max_row_bytes: int) -> Iterator[tuple[int, Any]]:
     number = 0
     try:
-        if one.form == "parquet":
-            yield from _table_rows(one.name, max_row_bytes)
+        if source.form == "parquet":
+            yield from _parquet_rows(source.name, max_row_bytes)
             return
-        with open_input(one) as file:
+        with open_input(source) as file:
             rows: Any = _bounded_lines(file, max_row_bytes)
-            if one.form == "csv":
-                rows = _csv_rows(rows, max_row_bytes, _delimiters(one))
-            elif one.form == "json":
-                rows = _json_rows(_whole(file), max_row_bytes)
+            if source.form == "csv":
+                rows = _csv_rows(rows, max_row_bytes, _delimiters(source))
+            elif source.form == "json":
+                rows = _json_rows(_read_whole(file), max_row_bytes)
             for number, content in rows:
                 if not isinstance(content, bytes) or content.strip():
                     yield number, content
     except (OSError, ValueError) as error:
-        message = f"{one.name} can't be read behind row {number}: {error}"
+        message = f"{source.name} can't be read after row {number}: {error}"
         yield number + 1, RowError("unreadable_input", message)
 
 
 @contextlib.contextmanager
-def open_input(one: Input) -> Iterator[BinaryIO]:
+def open_input(source: Input) -> Iterator[BinaryIO]:
     """Opens an input for reading its decompressed bytes."""
-    if one.name == STDIN:
-        # Why another descriptor: at exit, Python would wait for the lock of `sys.stdin`, which the
-        # reading thread holds.
+    if source.name == STDIN:
+        # Why a second descriptor: the reading thread would hold the lock of `sys.stdin`, which
+        # Python acquires at exit.
         try:
             raw: Any = io.FileIO(os.dup(sys.stdin.fileno()))
-        except (AttributeError, io.UnsupportedOperation):  # a caller's stream without a descriptor
+        except (AttributeError, io.UnsupportedOperation):  # an object without a descriptor
             yield sys.stdin.buffer
             return
     else:
-        raw = _Unpacked(one) if one.packing else _Head(one.name, one.num_bytes)
+        is_packed = source.compression is not None
+        raw = _Decompressed(source) if is_packed else _BoundedFile(source.name, source.num_bytes)
     with io.BufferedReader(raw, BUFFER_BYTES) as file:
         start = file.peek(2)[:2]
         encoding = UTF_16.get(start)
-        if 0 in start and one.form == "csv":  # without a byte order mark
+        if 0 in start and source.form == "csv":  # without a byte order mark
             encoding = "utf-16-le" if start[0] else "utf-16-be"
         if encoding is None:
             yield file
         else:
-            yield io.BytesIO(_whole(file).decode(encoding).encode(errors="surrogatepass"))
+            yield io.BytesIO(_read_whole(file).decode(encoding).encode(errors="surrogatepass"))
 
 
-def _whole(file: BinaryIO) -> bytes:
+def _read_whole(file: BinaryIO) -> bytes:
     """Reads the whole file.
 
     Raises:
-        ValueError: it is larger than `MOST_WHOLE_BYTES`.
+        ValueError: it is larger than `MAX_WHOLE_FILE_BYTES`.
     """
-    found = file.read(MOST_WHOLE_BYTES + 1)
-    if len(found) > MOST_WHOLE_BYTES:
-        most = MOST_WHOLE_BYTES >> 20
-        raise ValueError(f"JSON arrays and UTF-16 may have {most} MiB: make UTF-8 lines of it")
-    return found
+    content = file.read(MAX_WHOLE_FILE_BYTES + 1)
+    if len(content) > MAX_WHOLE_FILE_BYTES:
+        limit = MAX_WHOLE_FILE_BYTES >> 20
+        raise ValueError(f"JSON arrays and UTF-16 may have {limit} MiB: convert to UTF-8 lines")
+    return content
 
 
-class _Head(io.FileIO):
-    """The first bytes of a file; from `slow_from` on, one byte per read."""
+class _BoundedFile(io.FileIO):
+    """The first bytes of a file; from `bytewise_from` on, one byte per read."""
 
-    def __init__(self, path: str, num_bytes: int | None, slow_from: int = sys.maxsize) -> None:
+    def __init__(self, path: str, num_bytes: int | None, bytewise_from: int = sys.maxsize) -> None:
         super().__init__(path)
         self._size = sys.maxsize if num_bytes is None else num_bytes
-        self.slow_from = slow_from
-        self.latest = 0  # where the latest read began
+        self.bytewise_from = bytewise_from
+        self.last_offset = 0  # where the last read began
 
     read = io.RawIOBase.read  # implemented by `readinto`
 
     def readinto(self, buffer: Any) -> int:
-        at = self.latest = self.tell()
-        most = 1 if at >= self.slow_from else len(buffer)
-        return super().readinto(memoryview(buffer)[: min(most, self._size - at)])
+        offset = self.last_offset = self.tell()
+        size = 1 if offset >= self.bytewise_from else len(buffer)
+        return super().readinto(memoryview(buffer)[: min(size, self._size - offset)])
 
 
-class _Unpacked(io.RawIOBase):
-    """A compressed file: yields every byte before a damaged part, then raises OSError.
+class _Decompressed(io.RawIOBase):
+    """A compressed file as decompressed bytes: all bytes before a damage, then an OSError.
 
-    Why it reads a second time, in the end byte by byte: a call that reaches the damage loses the
+    Why it then reads again, the last part byte by byte: a call that reaches the damage loses the
     bytes that it has already decompressed.
     """
 
-    def __init__(self, one: Input) -> None:
-        self._one, self._count = one, 0
-        self._begin()
+    def __init__(self, source: Input) -> None:
+        self._source, self._num_returned = source, 0
+        self._open()
 
-    def _begin(self, slow_from: int = sys.maxsize) -> None:
-        self._head = _Head(self._one.name, self._one.num_bytes, slow_from)
-        if self._one.packing == "zstd":
+    def _open(self, bytewise_from: int = sys.maxsize) -> None:
+        self._raw = _BoundedFile(self._source.name, self._source.num_bytes, bytewise_from)
+        if self._source.compression == "zstd":
             arrow = require_pyarrow("zstd files")
-            self._file = arrow.input_stream(self._head, compression="zstd")
+            self._file = arrow.input_stream(self._raw, compression="zstd")
         else:
-            self._file = importlib.import_module(self._one.packing or "").open(self._head)
+            self._file = importlib.import_module(self._source.compression or "").open(self._raw)
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
-        is_slow = self._head.slow_from < sys.maxsize
+        is_bytewise = self._raw.bytewise_from < sys.maxsize
         try:
-            found = self._file.read1(1 if is_slow else len(buffer))
-            if not found and self._head.latest < self._head.tell():  # bz2 and lzma skip it
-                raise OSError("what stands behind its last member is no member")
+            data = self._file.read1(1 if is_bytewise else len(buffer))
+            if not data and self._raw.last_offset < self._raw.tell():  # bz2 and lzma ignore it
+                raise OSError("trailing garbage after its last member")
         except Exception as error:  # Why all: each library raises its own.
-            if is_slow:
+            if is_bytewise:
                 raise OSError(str(error)) from error
-            self._head.close()
-            self._begin(self._head.latest)
-            left = self._count
-            while left and (found := self._file.read1(min(left, BUFFER_BYTES))):
-                left -= len(found)
+            self._raw.close()
+            self._open(self._raw.last_offset)
+            to_skip = self._num_returned
+            while to_skip and (data := self._file.read1(min(to_skip, BUFFER_BYTES))):
+                to_skip -= len(data)
             return self.readinto(buffer)
-        self._count += len(found)
-        buffer[: len(found)] = found
-        return len(found)
+        self._num_returned += len(data)
+        buffer[: len(data)] = data
+        return len(data)
 
     def close(self) -> None:
-        self._head.close()
+        self._raw.close()
         super().close()
 
 
 def _bounded_lines(file: BinaryIO, max_bytes: int) -> Iterator[tuple[int, bytes | RowError]]:
-    """The lines with their numbers. A line that is too long becomes an error, and is never
-    entirely in memory."""
+    """The lines with their numbers. A line that is too long becomes an error, and is never in
+    memory as a whole."""
     for number in itertools.count(1):
         line = file.readline(max_bytes + 1)
         if not line:
@@ -337,19 +344,19 @@ def _json_rows(content: bytes, max_bytes: int) -> Iterator[tuple[int, bytes | Ro
     text, raw_decode = content.decode(errors="surrogateescape"), json.JSONDecoder().raw_decode
     end, line, closing = 0, 1, None
     while True:
-        begin = BETWEEN_ROWS.match(text, end).end()  # type: ignore[union-attr]  # it is optional
+        begin = ROW_SEPARATOR.match(text, end).end()  # type: ignore[union-attr]  # it is optional
         line += text.count("\n", end, begin)
         if closing is None:
             closing, end = ("]", begin + 1) if text[begin : begin + 1] == "[" else ("", begin)
             continue
         if text[begin : begin + 1] == closing:
             if text[begin + 1 :].strip():
-                raise ValueError(f"in line {line} the array ends, and more stands behind it")
+                raise ValueError(f"the array ends in line {line}, but text follows it")
             return
         try:
             _, end = raw_decode(text, begin)
         except (ValueError, RecursionError) as error:
-            raise ValueError(f"the row of line {line} is no JSON: {error}") from error
+            raise ValueError(f"the row in line {line} is not JSON: {error}") from error
         row = text[begin:end].encode(errors="surrogateescape")
         yield line, row if len(row) <= max_bytes else too_large(max_bytes)
         line += text.count("\n", begin, end)
@@ -357,27 +364,27 @@ def _json_rows(content: bytes, max_bytes: int) -> Iterator[tuple[int, bytes | Ro
 
 def too_large(max_bytes: int) -> RowError:
     """The error of a row that is larger than the limit."""
-    return RowError("row_too_large", f"more than --max-row-mib {max_bytes / 2**20:g} MiB")
+    return RowError("row_too_large", f"larger than --max-row-mib {max_bytes / 2**20:g} MiB")
 
 
-def _delimiters(one: Input) -> str:
+def _delimiters(source: Input) -> str:
     """The possible delimiters of a CSV."""
-    return "\t" if ".tsv" in Path(one.name).suffixes[-2:] else ",;\t|"
+    return "\t" if ".tsv" in Path(source.name).suffixes[-2:] else ",;\t|"
 
 
 def _delimiter(first: str, delimiters: str) -> str:
     """The delimiter that splits the first row into the most cells; on a tie, the first one."""
-    return max(delimiters, key=lambda one: len(next(csv.reader([first], delimiter=one), ())))
+    return max(delimiters, key=lambda d: len(next(csv.reader([first], delimiter=d), ())))
 
 
 def csv_dialect(inputs: Iterable[Input]) -> tuple[str, str]:
-    """Delimiter and encoding of the first CSV input, so that its program can read the output."""
-    for one in inputs:
-        if one.form == "csv" and one.name != STDIN:
-            first, _, _ = head(one).partition(b"\n")
+    """Delimiter and encoding of the first CSV input, which a CSV output uses too."""
+    for source in inputs:
+        if source.form == "csv" and source.name != STDIN:
+            first, _, _ = read_head(source).partition(b"\n")
             encoding = "utf-8-sig" if first.startswith(codecs.BOM_UTF8) else "utf-8"
             with contextlib.suppress(csv.Error):
-                return _delimiter(first.decode(errors="replace"), _delimiters(one)), encoding
+                return _delimiter(first.decode(errors="replace"), _delimiters(source)), encoding
     return ",", "utf-8"
 
 
@@ -387,15 +394,15 @@ def _csv_rows(
     """The rows as dicts, with names from the first row; all values are strings."""
     number = 0
 
-    def text(found: tuple[int, bytes | RowError]) -> str:
+    def decode(numbered_line: tuple[int, bytes | RowError]) -> str:
         nonlocal number
-        number, line = found
+        number, line = numbered_line
         if isinstance(line, RowError):
             raise line
-        return line.decode(errors="surrogateescape")  # Why: a later check names the invalid cell.
+        return line.decode(errors="surrogateescape")  # Why: a later check names the invalid byte.
 
     csv.field_size_limit(max_row_bytes)  # Why: an unclosed quote would read the whole file.
-    texts = map(text, lines)
+    texts = map(decode, lines)
     reader: Iterator[list[str]] = iter(())
     names: list[str] = []
     while True:
@@ -407,67 +414,68 @@ def _csv_rows(
                 reader = csv.reader(itertools.chain([head_line], texts), delimiter=delimiter)
             cells = next(reader)
             "".join(cells).encode()
-            if twice := [name for name in cells if not names and cells.count(name) > 1]:
-                raise RowError("unreadable_row", f"column {twice[0]!r} stands twice")
+            if repeated := [name for name in cells if not names and cells.count(name) > 1]:
+                raise RowError("unreadable_row", f"column {repeated[0]!r} occurs twice")
             if names and cells and len(cells) != len(names):
-                told = f"the row has {len(cells)} cells, the first has {len(names)}"
-                raise RowError("unreadable_row", told)
+                message = f"the row has {len(cells)} cells, but the header has {len(names)}"
+                raise RowError("unreadable_row", message)
         except StopIteration:
             return
         except RowError as error:
             failure = error
         except UnicodeEncodeError as error:
-            byte, before = ord(error.object[error.start]) - 0xDC00, error.object[: error.start]
-            told = f"the row is not UTF-8: byte 0x{byte:x} behind {before[-20:]!r}; {AS_UTF8}"
-            failure = RowError("unreadable_row", told)
+            byte, text = ord(error.object[error.start]) - 0xDC00, error.object[: error.start]
+            message = f"the row is not UTF-8: byte 0x{byte:x} after {text[-20:]!r}; {UTF8_HINT}"
+            failure = RowError("unreadable_row", message)
         except csv.Error as error:
-            failure = RowError("unreadable_row", f"the row is no CSV: {error}")
+            failure = RowError("unreadable_row", f"the row is not valid CSV: {error}")
         else:
             if names and cells:
                 yield first, dict(zip(names, cells, strict=True))
             names = names or cells
             continue
         if not names:  # Why stop: the next row would become the header.
-            yield first, RowError("unreadable_input", f"the names of the columns: {failure}")
+            yield first, RowError("unreadable_input", f"the header can't be read: {failure}")
             return
         yield first, failure
 
 
-def _table_rows(path: str, max_row_bytes: int) -> Iterator[tuple[int, dict[str, Any] | RowError]]:
+def _parquet_rows(path: str, max_row_bytes: int) -> Iterator[tuple[int, dict[str, Any] | RowError]]:
     """The rows of a Parquet file; a row whose JSON is too long becomes an error."""
     import pyarrow.parquet  # type: ignore[import-untyped]
 
     number = 0
     with pyarrow.parquet.ParquetFile(path) as file:
         names = file.schema_arrow.names
-        if twice := [name for name in names if names.count(name) > 1]:
-            raise OSError(f"column {twice[0]!r} stands twice")
+        if repeated := [name for name in names if names.count(name) > 1]:
+            raise OSError(f"column {repeated[0]!r} occurs twice")
         try:
-            for batch in file.iter_batches(batch_size=TABLE_ROWS):
+            for batch in file.iter_batches(batch_size=PARQUET_BATCH_ROWS):
                 may_be_large = batch.nbytes > max_row_bytes
                 for row in batch.to_pylist():
                     number += 1
                     line = json.dumps(row, ensure_ascii=False, default=str) if may_be_large else ""
-                    is_large = len(_bytes(line)) > max_row_bytes
+                    is_large = len(_encode(line)) > max_row_bytes
                     yield number, too_large(max_row_bytes) if is_large else row
         except Exception as error:  # Why all: values without a Python type raise various errors.
             raise OSError(str(error)) from error
 
 
-def _bytes(text: str) -> bytes:
+def _encode(text: str) -> bytes:
     return text.encode(errors="surrogatepass")
 
 
-# --- what is known about the inputs before rows run -----------------------------------------------
+# --- before rows run: digests, number of rows, duplicate ids --------------------------------------
 
 
 def digest(path: str, num_bytes: int | None = None) -> str:
-    """xxh3 of a file's first `num_bytes`, by default of all; 10 GiB/s from the page cache."""
-    with _Head(path, num_bytes) as file:
+    """xxh3 of a file's first `num_bytes`, by default of all of them; 10 GiB/s from the page
+    cache."""
+    with _BoundedFile(path, num_bytes) as file:
         return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
 
-def own_id(row: Any) -> tuple[str, str] | None:
+def row_id(row: Any) -> tuple[str, str] | None:
     """The column and the value of a row's id: a string or an integer."""
     for name in ("custom_id", "id"):
         value = to_python(row.get(name)) if isinstance(row, dict) else None
@@ -482,41 +490,41 @@ def _line_id(content: Any) -> tuple[str, str] | None:
     Perf: 1.7 instead of 6 us per row, if the id comes first and the line has no other candidate.
     """
     if isinstance(content, bytes):
-        signs = sum(map(content.count, ID_SIGNS))
-        if signs == 1 and (first := PLAIN_ID.match(content)):
-            return first[1].decode(), first[2].decode(errors="replace")
+        num_markers = sum(map(content.count, ID_MARKERS))
+        if num_markers == 1 and (leading := LEADING_ID.match(content)):
+            return leading[1].decode(), leading[2].decode(errors="replace")
         try:
-            content = json.loads(content) if signs else None
+            content = json.loads(content) if num_markers else None
         except (ValueError, RecursionError):
             return None
-    return own_id(content)
+    return row_id(content)
 
 
-MOST_DUPLICATES = 20
+MAX_DUPLICATES_SHOWN = 20
 
 
 def survey(inputs: Iterable[Input], max_row_bytes: int) -> tuple[int, list[str]]:
-    """The number of rows of all inputs except stdin, and descriptions of pairs with the same id.
-    It needs 8 bytes of memory per row."""
+    """The number of rows of all inputs except stdin, and descriptions of rows with the same id.
+    Needs 8 bytes of memory per row."""
     import numpy as np
 
     hashes = bytearray()
-    files = [one for one in inputs if one.name != STDIN]
-    for one in files:
-        if one.form == "parquet":
-            hashes += bytes(8 * _num_table_rows(one.name))
+    files = [source for source in inputs if source.name != STDIN]
+    for source in files:
+        if source.form == "parquet":
+            hashes += bytes(8 * _num_parquet_rows(source.name))
             continue
-        for _, content in _read(one, max_row_bytes):
-            found = _line_id(content) if one.form != "txt" else None
-            hashes += xxhash.xxh3_64_digest(_bytes(" ".join(found))) if found else bytes(8)
+        for _, content in _read(source, max_row_bytes):
+            line_id = _line_id(content) if source.form != "txt" else None
+            hashes += xxhash.xxh3_64_digest(_encode(" ".join(line_id))) if line_id else bytes(8)
     ids = np.frombuffer(hashes, "<u8")
     order = np.argsort(ids, kind="stable")
-    later = np.flatnonzero((ids[order[1:]] == ids[order[:-1]]) & (ids[order[1:]] != 0))
-    pairs = [(int(order[i]), int(order[i + 1])) for i in later[:MOST_DUPLICATES]]
-    return len(ids), _described(files, pairs, len(later), max_row_bytes)
+    equal = np.flatnonzero((ids[order[1:]] == ids[order[:-1]]) & (ids[order[1:]] != 0))
+    pairs = [(int(order[i]), int(order[i + 1])) for i in equal[:MAX_DUPLICATES_SHOWN]]
+    return len(ids), _describe_duplicates(files, pairs, len(equal), max_row_bytes)
 
 
-def _num_table_rows(path: str) -> int:
+def _num_parquet_rows(path: str) -> int:
     import pyarrow.parquet
 
     try:
@@ -525,18 +533,23 @@ def _num_table_rows(path: str) -> int:
         return 1  # the error record
 
 
-def _described(
+def _describe_duplicates(
     files: list[Input], pairs: list[tuple[int, int]], count: int, max_row_bytes: int
 ) -> list[str]:
-    """Descriptions of the pairs; pairs whose hashes collide, with different ids, are left out."""
-    wanted = {row for pair in pairs for row in pair}
-    lines = read_lines(files, max_row_bytes) if wanted else ()
-    ids = {it.row: (_line_id(it.content), it) for it in lines if it.row in wanted}
-    told = []
-    for one, other in ((ids.get(first), ids.get(second)) for first, second in pairs):
-        if one and other and one[0] and one[0] == other[0]:
-            at, again = (f"{it.input.name}:{it.number}" for _, it in (one, other))
-            told.append("{} {!r} stands at {} and at {}".format(*one[0], at, again))
-    if told and count > len(pairs):
-        told.append(f"and {count - len(pairs)} more")
-    return told
+    """Descriptions of pairs of rows with equal ids; skips pairs whose hashes are equal by chance.
+
+    Args:
+        pairs: the first pairs of rows with equal hashes.
+        count: number of all such pairs.
+    """
+    rows = {row for pair in pairs for row in pair}
+    lines = read_lines(files, max_row_bytes) if rows else ()
+    found = {line.row: (_line_id(line.content), line) for line in lines if line.row in rows}
+    descriptions = []
+    for first, second in ((found.get(row), found.get(again)) for row, again in pairs):
+        if first and second and first[0] and first[0] == second[0]:
+            places = [f"{line.input.name}:{line.number}" for _, line in (first, second)]
+            descriptions.append("{} {!r} occurs at {} and {}".format(*first[0], *places))
+    if descriptions and count > len(pairs):
+        descriptions.append(f"and {count - len(pairs)} more")
+    return descriptions

@@ -1,9 +1,9 @@
-"""Writes a log of JSON lines as a Parquet file or a CSV.
+"""Writes a log of JSON records as a Parquet file or a CSV.
 
 It reads the log twice, with one batch of rows in memory: first for the types of the columns, then
-for the rows. A column without a Parquet type is written as JSON, for example one with numbers and
-strings, `{}`, or integers of 65 bits. If a value shows this only in the second pass, that pass
-starts again.
+for the rows. A column whose values have no common Parquet type is written as JSON: numbers mixed
+with strings, `{}`, integers of 65 bits. If this shows only in the second pass, that pass starts
+again.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from nanoengine.jobs.record_log import SIMPLE_FIELDS, RecordLog, replacing
+from nanoengine.jobs.record_log import SIMPLE_FIELDS, RecordLog, atomic_write
 from nanoengine.jobs.source import require_pyarrow
 
-ANSWER = ("text", "finish_reason", "reasoning_content", "tool_calls", "parse_error")
-"""Columns of a CSV per answer; a column that no record has is left out."""
+ANSWER_COLUMNS = ("text", "finish_reason", "reasoning_content", "tool_calls", "parse_error")
+"""Columns of a CSV per answer; a column that no record has is omitted."""
 
 BATCH_ROWS = 1024
-MISFITS = (ValueError, TypeError, OverflowError, NotImplementedError)
-"""What Arrow raises for values that a type can't hold; its own errors are subclasses of these."""
+CONVERSION_ERRORS = (ValueError, TypeError, OverflowError, NotImplementedError)
+"""Errors of Arrow for values that a type can't hold; Arrow's own errors are subclasses."""
 
 
 def write_parquet(log: RecordLog, offsets: array[int], path: Path) -> None:
@@ -37,14 +37,14 @@ def write_parquet(log: RecordLog, offsets: array[int], path: Path) -> None:
     arrow = require_pyarrow("Parquet files")
     import pyarrow.parquet  # type: ignore[import-untyped]  # noqa: F401  # used by `_write`
 
-    types: dict[str, Any] = {}  # None: no common type
+    types: dict[str, Any] = {}  # None: no common type, so JSON
     for rows in _batches(log, offsets):
         for name in dict.fromkeys(name for row in rows for name in row):
             known = types.setdefault(name, arrow.null())
-            types[name] = _common(arrow, known, [row.get(name) for row in rows])
-    with replacing(path) as file:
-        while (misfit := _write(arrow, file, types, _batches(log, offsets))) is not None:
-            types[misfit] = None
+            types[name] = _common_type(arrow, known, [row.get(name) for row in rows])
+    with atomic_write(path) as file:
+        while (failed := _write(arrow, file, types, _batches(log, offsets))) is not None:
+            types[failed] = None
             file.seek(0)
             file.truncate()
 
@@ -52,7 +52,7 @@ def write_parquet(log: RecordLog, offsets: array[int], path: Path) -> None:
 def _write(
     arrow: Any, file: BinaryIO, types: dict[str, Any], batches: Iterator[list[dict[str, Any]]]
 ) -> str | None:
-    """Writes the table. Returns the first column that can't hold one of its values, else None."""
+    """Writes the table. Returns the first column whose type can't hold a value; None if all can."""
     schema = arrow.schema(
         [(_name(name), arrow.string() if kind is None else kind) for name, kind in types.items()]
     )
@@ -62,7 +62,7 @@ def _write(
             for name, kind in types.items():
                 try:
                     columns.append(_column(arrow, [row.get(name) for row in rows], kind))
-                except MISFITS:
+                except CONVERSION_ERRORS:
                     return name
             writer.write_batch(arrow.record_batch(columns, schema=schema))
     return None
@@ -79,15 +79,15 @@ def _batches(log: RecordLog, offsets: array[int]) -> Iterator[list[dict[str, Any
         yield rows
 
 
-def _common(arrow: Any, known: Any, values: list[Any]) -> Any:
-    """A type for these values and the ones known before; None if there is none."""
+def _common_type(arrow: Any, known: Any, values: list[Any]) -> Any:
+    """A type for these values and for values of type `known`; None if there is none."""
     if known is None:
         return None
     try:
-        found = arrow.infer_type(values)
-        both = [arrow.schema([("it", kind)]) for kind in (known, found)]
-        common = arrow.unify_schemas(both, promote_options="permissive").field("it").type
-    except MISFITS:
+        kinds = known, arrow.infer_type(values)
+        schemas = [arrow.schema([("column", kind)]) for kind in kinds]
+        common = arrow.unify_schemas(schemas, promote_options="permissive").field("column").type
+    except CONVERSION_ERRORS:
         return None
     return None if _has_empty_struct(arrow, common) else common
 
@@ -110,55 +110,55 @@ def write_csv(
 ) -> None:
     """Writes the records at these offsets of a log, in this order, as a CSV with a header.
 
-    The columns of the rows come first. If a row has a column NAME, a new one is output_NAME.
+    The columns of the input come first. A new column NAME is output_NAME if the input has a NAME.
 
     Raises:
         OutputLostError: the disk is full.
     """
     delimiter = "\t" if path.suffix.lower() == ".tsv" else delimiter
     columns: dict[str, None] = {}
-    new: dict[str, None] = {}
-    most = 1
+    fields: dict[str, None] = {}
+    count = 1
     for rows in _batches(log, offsets):
-        for own, answers, _ in map(_cells, rows):
-            columns |= dict.fromkeys(own)
-            new |= dict.fromkeys(name for one in answers for name in one)
-            most = max(most, len(answers))
-    names = [name if most == 1 else f"{name}_{i + 1}" for i in range(most) for name in new]
-    with replacing(path) as file:
+        for row, answers, _ in map(_split, rows):
+            columns |= dict.fromkeys(row)
+            fields |= dict.fromkeys(name for answer in answers for name in answer)
+            count = max(count, len(answers))
+    new = [f"{name}_{i + 1}" if count > 1 else name for i in range(count) for name in fields]
+    with atomic_write(path) as file:
         text = io.TextIOWrapper(file, encoding, "backslashreplace", newline="")
-        writer = csv.writer(text, delimiter=delimiter)  # \r\n: a lone \r is quoted
-        writer.writerow([*columns, *(_free(name, columns) for name in (*names, "error"))])
+        writer = csv.writer(text, delimiter=delimiter)  # Why \r\n: then a lone \r is quoted.
+        writer.writerow([*columns, *(_unused_name(name, columns) for name in (*new, "error"))])
         for rows in _batches(log, offsets):
-            for own, answers, error in map(_cells, rows):
-                answers += [{}] * (most - len(answers))
-                cells = [own.get(name) for name in columns]
-                cells += [one.get(name) for one in answers for name in new]
-                writer.writerow(map(_text, [*cells, error]))
+            for row, answers, error in map(_split, rows):
+                answers += [{}] * (count - len(answers))
+                cells = [row.get(name) for name in columns]
+                cells += [answer.get(name) for answer in answers for name in fields]
+                writer.writerow(map(_format_cell, [*cells, error]))
         text.flush()
         text.detach()
 
 
-def _cells(record: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]], str | None]:
+def _split(record: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]], str | None]:
     """Splits a record into the columns of its row, the columns of each answer, and its error."""
     error = record["error"] and "{code} in line {line}: {message}".format_map(record["error"])
     if "_row" in record:
         answers = record["outputs"]
-        own = {name: one for name, one in record.items() if name not in SIMPLE_FIELDS}
+        row = {name: value for name, value in record.items() if name not in SIMPLE_FIELDS}
     else:
         body = (record["response"] or {}).get("body") or {}
-        answers, own = body.get("choices"), {"custom_id": record["custom_id"]}
-        own |= {"response": body} if body and answers is None else {}
-    answers = [one | one.pop("message", {}) for one in answers or ()]
-    for one in answers:
-        one["text"] = one.get("text", one.get("content"))
-    return own, [{name: one[name] for name in ANSWER if name in one} for one in answers], error
+        answers, row = body.get("choices"), {"custom_id": record["custom_id"]}
+        row |= {"response": body} if body and answers is None else {}
+    answers = [answer | answer.pop("message", {}) for answer in answers or ()]
+    for answer in answers:
+        answer["text"] = answer.get("text", answer.get("content"))
+    return row, [{n: a[n] for n in ANSWER_COLUMNS if n in a} for a in answers], error
 
 
-def _free(name: str, taken: dict[str, None]) -> str:
-    return name if name not in taken else _free(f"output_{name}", taken)
+def _unused_name(name: str, used: dict[str, None]) -> str:
+    return name if name not in used else _unused_name(f"output_{name}", used)
 
 
-def _text(cell: Any) -> Any:
+def _format_cell(cell: Any) -> Any:
     """A cell: strings and numbers are unchanged, null is empty, all else is JSON."""
     return json.dumps(cell, ensure_ascii=False) if isinstance(cell, bool | list | dict) else cell

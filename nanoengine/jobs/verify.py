@@ -1,7 +1,7 @@
 """`nanoengine batch --verify N`: runs answered rows again, one at a time, and compares them.
 
-    records of the output ── N, chosen by the seed ── their rows ── a new engine, one at a time
-                                     └───────────── compared by character ────────┘
+    N records of the output, chosen by the seed ── their rows ── a new engine, one at a time
+                        └───────────── compared by character ────────────┘
 
 It shows that answers don't depend on the batch, and that the file contains what was generated.
 `cli/batch.py` calls it after a complete job.
@@ -33,47 +33,47 @@ def readable_log(job: Job) -> RecordLog:
     """
     if not isinstance(job.log, RecordLog) or job.num_rows is None:
         raise ConfigError(
-            "--verify reads rows and records again: give files as INPUT and --output, not - or a"
+            "--verify reads rows and records again: INPUT and --output must be files, not - or a"
             " pipe"
         )
     return job.log
 
 
-def verify(job: Job, stream: Stream, count: int, seed: int, *facts: Any) -> tuple[int, list[str]]:
+def verify(job: Job, stream: Stream, count: int, seed: int, *args: Any) -> tuple[int, list[str]]:
     """Returns how many rows were run again, at most `count`, and a message per difference.
 
     Args:
         stream: the stream of a new LLM, with an empty prefix cache.
-        facts: of the model, see `Job.work`.
+        args: the arguments of `Job.work`, for the model of that LLM.
     """
     log = readable_log(job)
-    found = (record for record in log.records(job.num_rows) if record and not record.failed)
-    by_seed = lambda one: xxh3_64_intdigest(b"%d/%d" % (seed, one.row))  # noqa: E731
-    drawn = heapq.nsmallest(count, found, key=by_seed)
-    recorded = log.lines(one.offset for one in drawn)
-    lines = dict(zip((one.row for one in drawn), recorded, strict=True))
-    reader, recorder = job.reader(*facts)
-    told: list[str] = []
+    records = (record for record in log.records(job.num_rows) if record and not record.failed)
+    by_seed = lambda record: xxh3_64_intdigest(b"%d/%d" % (seed, record.row))  # noqa: E731
+    sample = heapq.nsmallest(count, records, key=by_seed)
+    recorded = log.lines(record.offset for record in sample)
+    lines = dict(zip((record.row for record in sample), recorded, strict=True))
+    reader, recorder = job.reader(*args)
+    messages: list[str] = []
 
     def compare(task: Task, result: Result) -> None:
-        how = _difference(lines[task.row], recorder.record(task, result))
-        told.extend(f"row {task.row} ({task.input.name}:{task.number}): {one}" for one in how)
+        if difference := _difference(lines[task.row], recorder.record(task, result)):
+            messages.append(f"row {task.row} ({task.input.name}:{task.number}): {difference}")
 
     for task in job.tasks(reader, lines.__contains__):
         Work([task], compare).run(stream)
-    return len(lines), told
+    return len(lines), messages
 
 
-def _difference(recorded: bytes, again: bytes) -> list[str]:
-    """The first difference of two records; empty if they are equal.
+def _difference(recorded: bytes, repeated: bytes) -> str | None:
+    """The first difference of two records; None if they are equal.
 
-    Why not compare lines: another program may have written the file with other spacing.
+    Why not compare bytes: another program may have rewritten the file with other spacing.
     """
-    before, after = (json.dumps(json.loads(one), sort_keys=True) for one in (recorded, again))
-    if before == after:
-        return []
-    pairs = enumerate(zip(before, after, strict=False))
-    start = next((i for i, (one, other) in pairs if one != other), min(len(before), len(after)))
+    old, new = (json.dumps(json.loads(line), sort_keys=True) for line in (recorded, repeated))
+    if old == new:
+        return None
+    pairs = enumerate(zip(old, new, strict=False))
+    start = next((i for i, (a, b) in pairs if a != b), min(len(old), len(new)))
     start = max(0, start - SHOWN_CHARS // 2)
-    shown = (repr(text[start : start + SHOWN_CHARS]) for text in (before, after))
-    return ["it has {}, and alone {}".format(*shown)]
+    excerpts = (repr(text[start : start + SHOWN_CHARS]) for text in (old, new))
+    return "the output has {}, but alone it is {}".format(*excerpts)

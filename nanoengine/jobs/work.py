@@ -1,11 +1,11 @@
 """The main loop: tasks to engines, outputs to records.
 
-    tasks ─ order ─ rows() ─▶ stream of an engine ─▶ outputs ─ take() ─ finish: one record per task
-      ▲                                                          │
-      └────────────────── the next turn of a conversation ◀──────┘
+    tasks ─▶ rows() ─▶ stream of an engine ─▶ outputs ─▶ finish: writes one record per task
+      ▲                                          │
+      └──── the next turn of a conversation ◀────┘
 
-An engine is a `stream`: it pulls rows, and yields one output per row, with the index of the pull.
-Several streams may share one `Work`, one thread per stream: each row is given out once, and one
+An engine is a `stream`: it pulls rows, and yields one output per row, with the index of the row.
+Several streams may share one `Work`, one thread per stream: each row goes to one stream, and one
 record is written at a time.
 """
 
@@ -30,12 +30,12 @@ Result = RequestOutput | RowError
 """The result of a row: its last output, or an error."""
 
 
-MOST_DEATHS = 3
-"""A row is poison if this many processes have died while it ran."""
+MAX_CRASHES = 3
+"""A row is poison if the process crashed this often while the row ran."""
 
-GROUPS = {2: 1, 1: 16}
-"""Deaths per row -> how many such rows run at once, so that the third death identifies one row.
-Rows with the most deaths run first."""
+SUSPECT_GROUPS = {2: 1, 1: 16}
+"""Crashes of a row -> how many such rows run at once: after the second crash one, so that the third
+crash identifies the row. Rows with two crashes run first."""
 
 IDLE_S = 0.02
 """Interval of polling for tasks while there are none and nothing runs [s]."""
@@ -46,13 +46,13 @@ class TooManyErrorsError(NanoEngineError):
 
 
 @contextlib.contextmanager
-def young_alone() -> Iterator[None]:
+def gc_frozen() -> Iterator[None]:
     """Excludes all existing objects from garbage collection while rows run.
 
     Why: waiting rows live long enough for the collector to walk them, and all objects of the
     loaded libraries, seven times in 20,000 rows: 43 of 195 us per row (Zen 5).
     """
-    if gc.get_freeze_count():  # by the caller, or by another thread of ours
+    if gc.get_freeze_count():  # frozen by the caller, or by another stream's thread
         yield
         return
     gc.freeze()
@@ -85,14 +85,14 @@ class Work:
     """The rows of a job that this process runs.
 
     Args:
-        tasks: the tasks in order; pulled when the engine can take one. PAUSE: none at present.
-        suspects: tasks that ran while a process died, with their number of deaths.
+        tasks: pulled one by one when the engine accepts a row; PAUSE: no task is ready yet.
+        suspects: tasks that ran while a process crashed, with their number of crashes.
         finish: writes the record of a task: its outputs, of all turns, or its error.
-        note: called with each task before it runs.
-        max_errors: how many rows may fail.
+        on_start: called with each task before it runs.
+        max_errors: maximum number of failed rows; None: no limit.
 
     Attributes:
-        is_stopping: any thread may set it, to give out no more rows; running ones continue.
+        is_stopping: any thread may set it; then no more rows start, and running ones continue.
     """
 
     def __init__(
@@ -101,62 +101,58 @@ class Work:
         finish: Callable[[Task, Result], None],
         *,
         suspects: Iterable[tuple[Task, int]] = (),
-        note: Callable[[Task], None] = lambda task: None,
+        on_start: Callable[[Task], None] = lambda task: None,
         max_errors: int | None = None,
     ) -> None:
         self.counts = Counts()
         self._tasks = iter(tasks)
         self._finish = finish
-        self._note = note
+        self._on_start = on_start
         self._max_errors = max_errors
         self._lock = threading.RLock()
         self.is_stopping = False
-        self._turns: deque[Task | Pause] = deque()  # conversations with further turns
-        self._deaths: Counter[int] = Counter()
-        self._suspects: dict[int, list[Task]] = {deaths: [] for deaths in GROUPS}
-        for task, deaths in suspects:
-            self.suspect(task, deaths)
+        self._next_turns: deque[Task | Pause] = deque()  # conversations with further turns
+        self._crashes: Counter[int] = Counter()
+        self._suspects: dict[int, list[Task]] = {crashes: [] for crashes in SUSPECT_GROUPS}
+        for task, crashes in suspects:
+            self.suspect(task, crashes)
 
     def run(self, stream: Stream) -> None:
-        """Answers rows until none is left.
+        """Runs rows until none is left.
 
         Raises:
             TooManyErrorsError: more than `max_errors` rows failed. `finish` may raise as well.
-            EngineDeadError: the engine died; its rows are back in this object, for another engine.
+            EngineDeadError: the engine died; its rows are queued again, for another engine.
             Exception: the engine raised it while no row was running.
         """
-        with young_alone():
+        with gc_frozen():
             for _ in self.steps(stream):
                 pass
 
     def steps(self, stream: Stream) -> Iterator[None]:
-        """Does the same as `run`, and yields after each output."""
+        """Like `run`, but yields after each output."""
         while not self.is_stopping and (group := self._next_group()):
-            yield from self._pump(stream, group)
+            yield from self._run_group(stream, group)
 
     def _next_group(self) -> Iterator[Task | Pause] | None:
-        """Rows that may run together: suspects run apart from all others."""
+        """Rows that may run together: a group of suspects, or all other rows; None: no row left."""
         with self._lock:
-            for deaths, most in GROUPS.items():
-                if group := self._suspects[deaths][:most]:
-                    del self._suspects[deaths][:most]
+            for crashes, size in SUSPECT_GROUPS.items():
+                if group := self._suspects[crashes][:size]:
+                    del self._suspects[crashes][:size]
                     return iter(group)
-            first = next(self._rest(), None)
+            first = self._next_task()
             if first is None:
                 return None
-            self._turns.appendleft(first)
-            return self._rest()
+            self._next_turns.appendleft(first)
+            return iter(self._next_task, None)
 
-    def _rest(self) -> Iterator[Task | Pause]:
-        """Further turns of conversations, then new rows."""
-        while True:
-            with self._lock:
-                task = self._turns.popleft() if self._turns else next(self._tasks, None)
-            if task is None:
-                return
-            yield task
+    def _next_task(self) -> Task | Pause | None:
+        """The next turn of a conversation, otherwise a new row; None: none is left."""
+        with self._lock:
+            return self._next_turns.popleft() if self._next_turns else next(self._tasks, None)
 
-    def _pump(self, stream: Stream, tasks: Iterator[Task | Pause]) -> Iterator[None]:
+    def _run_group(self, stream: Stream, tasks: Iterator[Task | Pause]) -> Iterator[None]:
         running: dict[int, Task] = {}
 
         def rows() -> Iterator[Row | Pause]:
@@ -173,9 +169,9 @@ class Work:
                 if task.error is not None:
                     self._fail(task, task.error)
                     continue
-                self._note(task)
+                self._on_start(task)
                 if task.parts:
-                    task.outputs.clear()  # Why: some may be left from before a death.
+                    task.outputs.clear()  # Why: an engine that died may have left some.
                 key = f"{task.key}/{len(task.outputs)}" if task.outputs else task.key
                 for prompt in task.parts or (task.prompt,):
                     if task.error is None:
@@ -188,46 +184,47 @@ class Work:
                 try:
                     output = next(outputs, None)
                 except EngineDeadError as error:
-                    # Why two: a hang takes a replica's whole timeout; the next must name the row.
-                    least = MOST_DEATHS - 1 if isinstance(error, EngineHungError) else 1
+                    # Why two: each hang costs the whole --replica-timeout, so rows now run alone.
+                    count = MAX_CRASHES - 1 if isinstance(error, EngineHungError) else 1
                     if not self.is_stopping:
-                        self._suspect_all(running.values(), str(error), least)
+                        self._add_crash(running.values(), str(error), count)
                     raise
                 except (NanoEngineError, OSError):
                     raise
                 except Exception as error:
                     if not running:
                         raise
-                    told = f"the step failed: {type(error).__name__}: {error}"
-                    self._suspect_all(running.values(), told)
+                    reason = f"the step failed: {type(error).__name__}: {error}"
+                    self._add_crash(running.values(), reason)
                     return
                 if output is None:
                     return
-                self._take(running.pop(output.index), output)
+                self._handle(running.pop(output.index), output)
                 yield
 
-    def _suspect_all(self, tasks: Iterable[Task], why: str, least: int = 1) -> None:
-        """Counts one more death for each task, or raises its count to `least`."""
+    def _add_crash(self, tasks: Iterable[Task], reason: str, min_count: int = 1) -> None:
+        """Counts one more crash for each task; the count becomes at least `min_count`."""
         for task in {task.row: task for task in tasks if task.error is None}.values():
-            self.suspect(task, max(least, self._deaths[task.row] + 1), why)
+            self.suspect(task, max(min_count, self._crashes[task.row] + 1), reason)
 
-    def suspect(self, task: Task, deaths: int, why: str = "the process died") -> None:
-        """Schedules a row with this many deaths to run apart from others, or fails it as poison."""
+    def suspect(self, task: Task, crashes: int, reason: str = "the process crashed") -> None:
+        """Queues a row with this many crashes to run apart from others, or fails it as poison."""
         with self._lock:
-            self._deaths[task.row] = deaths
-            if deaths < MOST_DEATHS:
-                self._suspects[deaths].append(task)
+            self._crashes[task.row] = crashes
+            if crashes < MAX_CRASHES:
+                self._suspects[crashes].append(task)
             else:
-                self._fail(task, RowError("poison", f"{why}, as each time that this row ran"))
+                self._fail(task, RowError("poison", f"{reason}, every time that this row ran"))
 
-    def _take(self, task: Task, output: RequestOutput) -> None:
+    def _handle(self, task: Task, output: RequestOutput) -> None:
+        """Counts an output, and finishes, continues or fails its task."""
         with self._lock:
             counts = self.counts
             counts.prompt_tokens += len(output.prompt_token_ids)
             counts.cached_tokens += output.num_cached_tokens
-            counts.output_tokens += sum(len(one.token_ids) for one in output.outputs)
+            counts.output_tokens += sum(len(c.token_ids) for c in output.outputs)
             if task.error is not None:
-                return  # another part of it has failed
+                return  # Why: another part of the row has failed.
             if output.error is not None:
                 code = "invalid_request" if output.metrics.e2e_s is None else "request_failed"
                 task.error = RowError(code, output.error)
@@ -235,33 +232,34 @@ class Work:
             elif task.parts and len(task.outputs) + 1 < len(task.parts):
                 task.outputs.append(output)
             elif task.turns:
-                self._go_on(task, output)
+                self._queue_next_turn(task, output)
             else:
                 self._finish(task, output)
                 counts.answered += 1
-                for one in output.outputs if task.params.max_tokens != 0 else ():
-                    counts.empty += task.params.detokenize and not one.text.strip()
-                    counts.cut += one.finish_reason == "length"
+                for completion in output.outputs if task.params.max_tokens != 0 else ():
+                    counts.empty += task.params.detokenize and not completion.text.strip()
+                    counts.cut += completion.finish_reason == "length"
 
-    def _go_on(self, task: Task, output: RequestOutput) -> None:
+    def _queue_next_turn(self, task: Task, output: RequestOutput) -> None:
         """Queues the next turn: the conversation, the answer, and the user's next message."""
-        shown = output if task.form is None else task.form.parse(output, task.key)
-        answer = {"role": "assistant", "content": shown.outputs[0].text}
-        question = {"role": "user", "content": task.turns.pop(0)}
-        messages = [*task.prompt["messages"], answer, question]
+        parser = task.output_parser
+        parsed = output if parser is None else parser.parse(output, task.key)
+        answer = {"role": "assistant", "content": parsed.outputs[0].text}
+        user = {"role": "user", "content": task.turns.pop(0)}
+        messages = [*task.prompt["messages"], answer, user]
         task.prompt = {**task.prompt, "messages": messages}
         task.outputs.append(output)
-        self._turns.append(task)
+        self._next_turns.append(task)
 
     def _fail(self, task: Task, error: RowError) -> None:
         with self._lock:
             self._finish(task, error)
             self.counts.failed += 1
-            first = f"{task.input.name}:{task.number}: {error}"
-            count, first = self.counts.reasons.get(error.code, (0, first))
+            message = f"{task.input.name}:{task.number}: {error}"
+            count, first = self.counts.reasons.get(error.code, (0, message))
             self.counts.reasons[error.code] = count + 1, first
             if self._max_errors is not None and self.counts.failed > self._max_errors:
                 raise TooManyErrorsError(
-                    f"{self.counts.failed} rows failed, and --max-errors {self._max_errors} are"
-                    f" allowed; the last: {task.input.name}:{task.number}: {error}"
+                    f"{self.counts.failed} rows failed, more than --max-errors {self._max_errors};"
+                    f" the last: {message}"
                 )

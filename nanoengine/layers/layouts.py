@@ -136,10 +136,10 @@ class ReorderedQKV(QKVLinear):
         for part in ("q_proj", "k_proj"):
             rows = torch.arange(self.shards[part].split(self.parts[part], part))
             heads, gated = rows.view(-1, config.head_dim), where == part
-            kept = heads[::2] if gated else heads
-            kept = kept if order is None else kept[:, order]
+            queries = heads[::2] if gated else heads
+            queries = queries if order is None else queries[:, order]
             if gated or order is not None:
-                each = (heads[1::2], kept) if gated else (kept,)
+                each = (heads[1::2], queries) if gated else (queries,)
                 self.orders[part] = torch.cat(each).flatten()
 
 

@@ -1,7 +1,7 @@
 """Mamba-2's rule: a matrix per head that decays, and to which each token adds a product.
 
-    S = exp(decay) S + b (dt x)       b writes to rows of the state; dt: step size; decay: a dt, a
-    < 0 y = c S + d x                     c reads rows of the state; d: a learned skip connection
+    S = exp(decay) S + b (dt x)       b: which rows of S to write; dt: step size; decay: a dt, a < 0
+    y = c S + d x                     c: which rows of S to read; d: a learned skip connection
 
 Heads of a group share b and c. `step` computes one token of each of many sequences, `scan` many
 tokens of one sequence, by matrix products over chunks of 64 (the dual form, "SSD"). Chunks begin at
@@ -94,7 +94,7 @@ def _chunk(inputs: MambaInputs, state: torch.Tensor) -> tuple[torch.Tensor, torc
     read = (c @ state).view(groups, count, -1, size).transpose(0, 1).reshape(x.shape)
     out = torch.addcmul(inside, read, decays.exp().unsqueeze(-1))
     last = decays[-1]
-    kept = written * (last - decays).exp().unsqueeze(-1)
-    kept = kept.unflatten(1, (groups, -1)).flatten(2).transpose(0, 1)  # [G, P, R * V]
+    decayed = written * (last - decays).exp().unsqueeze(-1)
+    decayed = decayed.unflatten(1, (groups, -1)).flatten(2).transpose(0, 1)  # [G, P, R * V]
     forget = last.exp().view(groups, -1, 1).expand(-1, -1, size).reshape(groups, 1, -1)
-    return out, torch.baddbmm(state * forget, b.mT, kept)
+    return out, torch.baddbmm(state * forget, b.mT, decayed)

@@ -195,7 +195,7 @@ class QuantizedLinear(LinearMethod):
                 f"int{self.bits} weights on device {device.type!r} require the Triton kernels:"
                 " remove attention_backend='naive', dtype='float64', or quantization"
             )
-        self.where = dtype, device
+        self.storage = dtype, device
         self.out_features, self.in_features = shape
         self.group_size = self.group_size or self.in_features
         if self.in_features % self.group_size:
@@ -257,7 +257,7 @@ class QuantizedLinear(LinearMethod):
             method = type(self)(
                 self.name, bits=run.bits, group_size=run.group_size, activations=self.activations
             )
-            method.create(tuple(run.values.shape), *self.where)
+            method.create(tuple(run.values.shape), *self.storage)
             method.load_quantized(run)
             self.pieces.append(method)
 
@@ -285,7 +285,7 @@ class QuantizedLinear(LinearMethod):
         self.values = packed_values(weight)
         for name in TENSORS[1:]:
             setattr(self, name, getattr(weight, name))
-        self.rest: Any = replace(weight, **dict.fromkeys(TENSORS, None))
+        self.properties: Any = replace(weight, **dict.fromkeys(TENSORS, None))
 
     def replace(self, weight: QuantizedWeight, first: int) -> None:
         """Overwrites rows from `first` on, after the matrix is packed."""
@@ -316,10 +316,10 @@ class QuantizedLinear(LinearMethod):
         kept = {name: getattr(self, name) for name in TENSORS}
         parts = {name: None if part is None else part[rows] for name, part in kept.items()}
         if self.values.dtype == torch.uint8:
-            lowest = -8 if self.rest.lowest is None else self.rest.lowest
-            table = self.rest.table or range(lowest, lowest + 16)
+            lowest = -8 if self.properties.lowest is None else self.properties.lowest
+            table = self.properties.table or range(lowest, lowest + 16)
             parts["values"] = unpack_pairs(parts["values"], table)
-        weight: QuantizedWeight = replace(self.rest, **parts)
+        weight: QuantizedWeight = replace(self.properties, **parts)
         return weight
 
     @property

@@ -68,8 +68,8 @@ class TritonQuantizedLinear(QuantizedLinear):
         if self.stored is not None and shape[1] % (self.group_size or 1):
             self.group_size = None  # Why: a rank's part of stored groups may be of any size.
         super().create(shape, dtype, torch.device("cpu"))  # where the stored form is read
-        self.where, self.tile = (dtype, device), 0
-        self.dtype, self.device = self.where
+        self.storage, self.tile = (dtype, device), 0
+        self.dtype, self.device = self.storage
         self.register_buffer("weight", None)
 
     @property

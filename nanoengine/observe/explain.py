@@ -362,11 +362,11 @@ class Narrative(StepObserver):
     def _request_of(self, seq_id: int) -> str:
         return self.labels[seq_id].request_id
 
-    def _add_line(self, seq_id: int, what: str) -> None:
+    def _add_line(self, seq_id: int, sentence: str) -> None:
         if (name := self._request_of(seq_id)) in self.requests:
             fork = f"its sequence {seq_id}: " if self.labels[seq_id].index else ""
             step = self._steps[-1] if self._steps else 0
-            self.requests[name].append((step, f"step {step}: {fork}{what}"))
+            self.requests[name].append((step, f"step {step}: {fork}{sentence}"))
 
     # --- results ------------------------------------------------------------------------------
 
@@ -409,9 +409,9 @@ class Narrative(StepObserver):
             title += f" {sums['accepted_tokens']:,} of {drafts:,} draft tokens were accepted."
         if self._is_torn:
             title += " The file is incomplete: the run was killed, or has not ended."
-        text = (self._waits(), self._waste(sums), self._evictions(sums), self._budget(),
-                self._tiers())  # fmt: skip
-        return [title, *(f"{i}. {line}" for i, line in enumerate(text, 1))]
+        facts = (self._waits(), self._waste(sums), self._evictions(sums), self._budget(),
+                 self._tiers())  # fmt: skip
+        return [title, *(f"{i}. {line}" for i, line in enumerate(facts, 1))]
 
     @property
     def _sums(self) -> Counter[str]:
@@ -455,7 +455,7 @@ class Narrative(StepObserver):
             return f"{text}, and {users} needed it again."
         name, most = self.recomputed.most_common(1)[0]
         return (
-            f"{text}, of which {_tokens(self.recomputed.total())} were recomputed, most for"
+            f"{text}, and {self.recomputed.total():,} of their tokens were recomputed, most for"
             f" request {name} ({most:,}). What would keep them: {MORE_BLOCKS}, or a tier"
             " (kv_host_gib, kv_tiers)."
         )
@@ -547,8 +547,8 @@ def _main_reason(reasons: Counter[str]) -> str:
     return max(REASONS, key=reasons.__getitem__)
 
 
-def _num(count: int, what: str) -> str:
-    return f"{count:,} {what}" + ("" if count == 1 else "s")
+def _num(count: int, noun: str) -> str:
+    return f"{count:,} {noun}" + ("" if count == 1 else "s")
 
 
 def _tokens(count: int) -> str:

@@ -3,8 +3,8 @@
     dataset.map_batches(Generate, fn_constructor_kwargs={"model": ...},
                         compute=ray.data.ActorPoolStrategy(size=n))
 
-    Ray Data ── batches, several at a time ──> __call__ ── rows ──> Feed ── Work ── LLM.stream
-             <── a batch, its rows in order ──          <── outputs, as they finish ──┘
+    Ray Data ── batches, several at a time ──> __call__ ── rows ──> RowQueue ── Work ── LLM.stream
+             <── a batch, its rows in order ──          <── outputs, as they finish ──────┘
 
 Rows of the next batch start as soon as rows of this one finish, so the engine stays full at the end
 of a batch. A batch is returned whole and in order, because Ray Data repeats the batches of a lost
@@ -34,7 +34,7 @@ import xxhash
 
 from nanoengine.errors import RequestError
 from nanoengine.jobs.datasets import ROWS, join_arrow
-from nanoengine.jobs.prefetch import Feed
+from nanoengine.jobs.prefetch import RowQueue
 from nanoengine.jobs.rows import RowOptions, RowReader, Task
 from nanoengine.jobs.source import Line, RowError
 from nanoengine.jobs.work import Result, Work
@@ -125,9 +125,9 @@ class _Tasks(Iterator["Task | Pause"]):
     """The rows of all batches, as tasks of one `Work` that never ends."""
 
     def __init__(self, reader: RowReader, attempts: Attempts) -> None:
-        self.work = Work(self, self._finish, note=lambda task: attempts.begin(task.key))
+        self.work = Work(self, self._finish, on_start=lambda task: attempts.begin(task.key))
         self._reader, self._attempts = reader, attempts
-        self._feed: Feed[Task] = Feed()
+        self._feed: RowQueue[Task] = RowQueue()
         self._waiting: dict[int, asyncio.Future[Any]] = {}
         self._num_rows = 0
 
@@ -150,7 +150,7 @@ class _Tasks(Iterator["Task | Pause"]):
         return task
 
     def _finish(self, task: Task, result: Result) -> None:
-        self._feed.finished()
+        self._feed.row_finished()
         self._attempts.end(task.key)
         future = self._waiting.pop(task.row)
         failed = isinstance(result, RowError)

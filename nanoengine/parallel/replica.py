@@ -20,7 +20,7 @@ from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING
 
 from nanoengine.errors import NanoEngineError
-from nanoengine.jobs.prefetch import Feed
+from nanoengine.jobs.prefetch import RowQueue
 from nanoengine.text.prompt_forms import Row
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def main(connection: Connection, *cores: int) -> None:
         options = connection.recv()
     except (EOFError, OSError):
         return
-    feed: Feed[Row] = Feed()
+    feed: RowQueue[Row] = RowQueue()
     threading.Thread(target=_receive, args=(connection, feed), daemon=True).start()
     from nanoengine.llm import LLM
 
@@ -52,27 +52,27 @@ def main(connection: Connection, *cores: int) -> None:
     except NanoEngineError as error:
         connection.send(error)
         return
-    gc.freeze()  # Why: see `jobs.work.young_alone`; this process has no other work.
+    gc.freeze()  # Why: see `jobs.work.gc_frozen`; this process has no other work.
     connection.send((llm.info, llm.stats(), os.getpid()))
     llm.engine.observers.append(_Reporter(connection, llm))
     while True:
         _serve(connection, feed, llm)
 
 
-def _serve(connection: Connection, feed: Feed[Row], llm: LLM) -> None:
+def _serve(connection: Connection, feed: RowQueue[Row], llm: LLM) -> None:
     """Runs one stream, from its first row to its end."""
     try:
         for output in llm.stream(iter(feed), on_error="record"):
-            feed.finished()
+            feed.row_finished()
             connection.send(output)
     except (NanoEngineError, OSError):
         raise  # the engine is dead, or the parent has exited
     except Exception as error:
         connection.send(RuntimeError(f"{type(error).__name__}: {error}"))
-        feed.drop()
+        feed.discard_rest()
 
 
-def _receive(connection: Connection, feed: Feed[Row]) -> None:
+def _receive(connection: Connection, feed: RowQueue[Row]) -> None:
     """Receives rows. Exits the process as soon as the parent exits, even during a step.
 
     Why in a thread: the parent can always send, so the two never wait for each other.

@@ -29,7 +29,7 @@ from typing import Any, NoReturn
 from nanoengine.core.engine_stats import EngineInfo, EngineStats
 from nanoengine.core.interfaces import Observer
 from nanoengine.errors import ConfigError, EngineDeadError, EngineHungError, NanoEngineError
-from nanoengine.jobs.work import MOST_DEATHS, Work
+from nanoengine.jobs.work import MAX_CRASHES, Work
 from nanoengine.llm import LOOK_AHEAD
 from nanoengine.outputs import RequestOutput
 from nanoengine.ranks.worker import Worker
@@ -126,7 +126,7 @@ class Replica:
                     raise
                 if work.is_stopping:
                     return
-                if not has_died or num_starts == MOST_DEATHS:
+                if not has_died or num_starts == MAX_CRASHES:
                     warnings.warn(f"replica {self.number} is not restarted: {error}", stacklevel=1)
                     self.is_lost = True
                     return
@@ -336,7 +336,9 @@ def local_replicas(options: dict[str, Any], count: int, threads: int | None = No
     if not gpus:
         return Replicas(options, _on_cores(count, threads))
     if threads is not None:
-        raise ConfigError("--threads is only for replicas on a CPU: remove it, or set --device cpu")
+        raise ConfigError(
+            "--threads-per-replica is only for replicas on a CPU: remove it, or set --device cpu"
+        )
     return Replicas(options, _on_gpus(gpus, count, config.tensor_parallel_size))
 
 

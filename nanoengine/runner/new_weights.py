@@ -81,7 +81,7 @@ def _slots_for(runner: RunnerSetup, source: Source) -> dict[str, WeightSlot]:
         stored = stored_tensors(source)
     else:
         stored = {
-            name: TensorInfo(Path(), tuple(x.shape), DTYPE_NAMES.get(x.dtype, str(x.dtype)))
+            name: TensorInfo(Path(), (*x.shape,), DTYPE_NAMES.get(x.dtype, str(x.dtype)))
             for name, x in source.items()
         }
     stored = tensors_to_run(config, stored)

@@ -72,7 +72,7 @@ def check_value(value: Any, annotation: Any, name: str, error: type[Exception]) 
         raise error(f"{name} must be {describe_allowed(annotation)}, got {repr_short(value)}")
     origin, inner = get_origin(kind), get_args(kind)
     if origin in (tuple, list):
-        if set(map(type, value)) <= _accepted_types(inner[0]):  # Perf: 100 times as fast.
+        if set(map(type, value)) <= _exact_types(inner[0]):  # Perf: 100 times as fast.
             return origin(value)
         entries = enumerate(value)
         return origin([check_value(e, inner[0], f"{name}[{i}]", error) for i, e in entries])
@@ -184,9 +184,7 @@ def checked(
 
         @functools.cache  # Why lazy: annotations may use names that are defined later.
         def hints() -> dict[str, tuple[Any, frozenset[type]]]:
-            return {
-                name: (kind, _accepted_types(kind)) for name, kind in get_type_hints(cls).items()
-            }
+            return {name: (kind, _exact_types(kind)) for name, kind in get_type_hints(cls).items()}
 
         def check(options: dict[str, Any]) -> None:
             kinds = hints()
@@ -238,7 +236,7 @@ def _members(annotation: Any) -> tuple[Any, ...]:
 
 
 @functools.cache
-def _accepted_types(annotation: Any) -> frozenset[type]:
+def _exact_types(annotation: Any) -> frozenset[type]:
     """Types whose values need no further check or conversion."""
     kinds = _members(annotation)
     if Any in kinds:

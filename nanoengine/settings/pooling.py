@@ -55,9 +55,7 @@ class PoolingParams:
         require_positive(self, RequestError, "dimensions")
         cut = self.truncate_prompt_tokens
         if cut is not None and cut != -1 and cut < 1:
-            raise RequestError(
-                f"truncate_prompt_tokens must be -1 or at least 1, got {repr_short(cut)}"
-            )
+            raise RequestError(f"truncate_prompt_tokens must be -1 or >= 1, got {repr_short(cut)}")
 
 
 @dataclass(frozen=True, slots=True)

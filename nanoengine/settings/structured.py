@@ -105,9 +105,7 @@ def _schema_text(schema: str | dict[str, Any]) -> str:
         text = json.dumps(parsed, ensure_ascii=False, allow_nan=False)
         text.encode()
     except (TypeError, ValueError, RecursionError) as error:
-        raise RequestError(
-            f"json must be a JSON schema, got {repr_short(schema)}: {error}"
-        ) from error
+        raise RequestError(f"json must be a schema, got {repr_short(schema)}: {error}") from error
     if not isinstance(parsed, dict):
         raise RequestError(f"json must be a schema that is a JSON object, got {repr_short(schema)}")
     return text

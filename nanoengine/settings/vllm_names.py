@@ -57,13 +57,12 @@ def translate(options: dict[str, Any], table: Table, error: type[Exception]) -> 
                     raise error(f"{name} is another name of {field}: set only one of them")
                 found[field] = value
             case {"values": pairs}:
-                text = repr_short(value)
-                hits = (new for old, *new in pairs if old == text or _equal(old, value))
+                hits = (to for old, *to in pairs if _equal(old, value) or old == repr_short(value))
                 ours = next(hits, [value])
                 if ours:
                     found[name] = ours[0]
                 if "reported" in meaning and ours != [value]:
-                    no_effect.append(f"{name}={text}")
+                    no_effect.append(f"{name}={repr_short(value)}")
             case {"no effect": why}:
                 if "only" in meaning and _nonzero_counts(value) not in meaning["only"]:
                     raise error(f"{name}={repr_short(value)} is not supported: {why}")

@@ -72,16 +72,16 @@ class Chats:
             RequestError: the template raises an error or drops a message.
         """
         variables = options.pop("chat_template_kwargs", {})
-        own, roles = options.get("chat_template"), [message["role"] for message in messages]
+        chat_template, roles = options.get("chat_template"), [m["role"] for m in messages]
         if "developer" in roles:
-            template = str(own or self._tokenizer.backend.chat_template)
+            template = str(chat_template or self._tokenizer.backend.chat_template)
             known = "developer" if DEVELOPER.search(template) else "system"
             roles = [known if role == "developer" else role for role in roles]
             messages = [{**m, "role": role} for m, role in zip(messages, roles, strict=True)]
 
         def render(messages: Messages, form: ChatForm, **changed: Any) -> str:
-            given = {**options, **changed, **variables}
-            return self._tokenizer.render_chat(in_form(messages, form), **given)
+            arguments = {**options, **changed, **variables}
+            return self._tokenizer.render_chat(in_form(messages, form), **arguments)
 
         def is_dropped(index: int) -> bool:
             try:
@@ -90,7 +90,7 @@ class Chats:
                 return False
 
         switches = frozenset((name, value is True) for name, value in variables.items())
-        key = own, bool(options.get("tools")), switches, shape_of(messages)
+        key = chat_template, bool(options.get("tools")), switches, shape_of(messages)
         if key not in self._forms:
             if len(self._forms) >= MAX_FORMS:
                 self._forms.clear()
@@ -140,7 +140,7 @@ def _with_text_parts(index: int, message: Mapping[str, Any]) -> dict[str, Any]:
         if kind != "text" or not isinstance(part.get("text"), str):
             raise RequestError(
                 f"messages[{index}]: a content part must be {{'type': 'text', 'text': ...}},"
-                f" because only text is supported; got the type {repr_short(kind)}"
+                f" because only text is supported; got one of type {repr_short(kind)}"
             )
     return {**message, "content": [dict(part) for part in parts]}
 

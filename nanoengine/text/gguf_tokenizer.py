@@ -142,11 +142,8 @@ PRE_TOKENIZERS = {
         ("hunyuan", ByteBPE([QWEN2], nfc=True, ignore_merges=True)),
         ("qwen35", ByteBPE([QWEN35], nfc=True)),
         ("deepseek-r1-qwen kormo megrez solar-open", ByteBPE([QWEN2])),
-        (
-            "llama3 llama-v3 llama-bpe falcon3 falcon-h1",
-            ByteBPE([LLAMA3], ignore_merges=True, bos=True),
-        ),
-        ("pixtral lfm2 midm-2.0", ByteBPE([LLAMA3], ignore_merges=True, bos=True)),
+        ("llama3 llama-v3 llama-bpe falcon3", ByteBPE([LLAMA3], ignore_merges=True, bos=True)),
+        ("falcon-h1 pixtral lfm2 midm-2.0", ByteBPE([LLAMA3], ignore_merges=True, bos=True)),
         ("dbrx smaug-bpe chatglm-bpe", ByteBPE([LLAMA3])),
         ("glm4", ByteBPE([LLAMA3], ignore_merges=True)),
         ("minicpm5", ByteBPE([UP_TO_3_DIGITS, LLAMA3], ignore_merges=True)),
@@ -331,9 +328,7 @@ def _sentencepiece_bpe(keys: _Keys) -> tuple[RawTokenizer, bool]:
     merged = best[np.isin(keys.types[best], (NORMAL, USER_DEFINED))]
     by_score = [token for i in merged.tolist() if (token := keys.tokens[i])]
     if sum(len(token) ** 2 for token in by_score) > MAX_SQUARES:
-        keys.reject(
-            "tokens", f"has too long tokens: the sum of squared lengths exceeds {MAX_SQUARES}"
-        )
+        keys.reject("tokens", f"has too long tokens: their squared lengths exceed {MAX_SQUARES}")
     known = set(by_score)
     merges = [
         (token[:cut], token[cut:])
@@ -356,9 +351,7 @@ def _char_bpe(keys: _Keys, merges: list[tuple[str, str]], prefix: bool) -> RawTo
         prefix: whether "▁" is prepended to texts by default.
     """
     if keys.get("remove_extra_whitespaces", bool, False):
-        keys.reject(
-            "remove_extra_whitespaces", "is True, which is not supported: all spaces are kept"
-        )
+        keys.reject("remove_extra_whitespaces", "is True, which is not supported")
     unknown = keys.token_id("unknown", 0)
     if unknown is None or keys.tokens[unknown] not in keys.vocab:
         keys.reject("unknown_token_id", f"is {unknown}, which is not a used token")

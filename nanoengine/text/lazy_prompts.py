@@ -32,8 +32,8 @@ def read_lazily(
         raise RequestError(f"prompts must be an iterable, got {type(prompts).__name__}")
     if isinstance(sampling_params, Sequence) or isinstance(priority, Sequence):
         raise RequestError(
-            "the number of prompts of an iterator is unknown, so sampling_params and priority must"
-            " be single values; yield Row(prompt, sampling_params=...) for parameters per prompt"
+            "the number of prompts of an iterator is unknown, so they share one SamplingParams and"
+            " one priority; yield Row(prompt, sampling_params=...) for parameters per prompt"
         )
     (params,) = each_params(sampling_params, 1, reader.default_params)
     (one_priority,) = each_priority(priority, 1)
@@ -52,7 +52,7 @@ def _read_each(
         if prompt is PAUSE:
             yield PAUSE
             continue
-        own = (prompt.sampling_params if isinstance(prompt, Row) else None) or params
-        while not reader.checker.is_ready(own):
+        prompt_params = (prompt.sampling_params if isinstance(prompt, Row) else None) or params
+        while not reader.checker.is_ready(prompt_params):
             yield Pause.COMPILING
         yield reader.read(next(indices), prompt, params, priority, on_error)

@@ -136,7 +136,7 @@ def find_file(directory: Path) -> TokenizerFile | None:
         return None
     if not isinstance(model_type, str) or model_type not in MODEL_TYPES:
         return None
-    named = [config.get(key) for key in NAMED_TOKENS if config.get(key) is not None]
+    role_tokens = [config.get(key) for key in NAMED_TOKENS if config.get(key) is not None]
     extra = config.get("extra_special_tokens", [])
     known = NAMED_TOKENS | UNUSED_KEYS | {"backend", "tokenizer_class"}
     if (
@@ -144,7 +144,7 @@ def find_file(directory: Path) -> TokenizerFile | None:
         or config.get("backend") != "tokenizers"
         or config.keys() - known - {"extra_special_tokens"}
         or not isinstance(extra, list)
-        or not all(isinstance(token, str) for token in [*named, *extra])
+        or not all(isinstance(token, str) for token in [*role_tokens, *extra])
         or any((directory / name).exists() for name in OLD_FILES)
     ):
         return None
@@ -159,7 +159,7 @@ def find_file(directory: Path) -> TokenizerFile | None:
     if raw.truncation is not None or raw.padding is not None or raw.post_processor is None:
         return None
     special = {t.content for t in raw.get_added_tokens_decoder().values() if t.special}
-    if not special.issuperset([*named, *extra]):
+    if not special.issuperset([*role_tokens, *extra]):
         return None
     load_full = functools.partial(load_backend, str(directory))
     return TokenizerFile(raw, load_full, config.get("eos_token"))

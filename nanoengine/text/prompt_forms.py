@@ -121,7 +121,7 @@ def prompt_list(prompts: object) -> list[object]:
         return list(prompts)
     raise RequestError(
         "prompts must be a string, a list of token ids, a dict, or a list of these, got"
-        f" {type(prompts).__name__}; only stream() accepts a generator"
+        f" {type(prompts).__name__}; stream() also takes a generator of prompts"
     )
 
 
@@ -167,14 +167,14 @@ def parse_prompt(prompt: object) -> dict[str, Any]:
     return {"prompt_token_ids": _token_ids(prompt)}
 
 
-def template_options(given: Mapping[str, Any]) -> dict[str, Any]:
+def template_options(prompt: Mapping[str, Any]) -> dict[str, Any]:
     """The TEMPLATE_KEYS of a parsed prompt."""
-    return {key: given[key] for key in TEMPLATE_KEYS if key in given}
+    return {key: prompt[key] for key in TEMPLATE_KEYS if key in prompt}
 
 
 def _parse_dict(prompt: Mapping[Any, Any]) -> dict[str, Any]:
-    given = [key for key in CONTENT_KEYS if prompt.get(key) is not None]
-    known = (*CONTENT_KEYS, "cache_salt", *(TEMPLATE_KEYS if "messages" in given else ()))
+    contents = [key for key in CONTENT_KEYS if prompt.get(key) is not None]
+    known = (*CONTENT_KEYS, "cache_salt", *(TEMPLATE_KEYS if "messages" in contents else ()))
     for key, value in prompt.items():
         if key in NO_MEDIA and value:
             raise RequestError(
@@ -185,10 +185,10 @@ def _parse_dict(prompt: Mapping[Any, Any]) -> dict[str, Any]:
             raise RequestError(
                 f"unknown key {repr_short(key)} in the prompt; {nearest(key, known)}"
             )
-    if not given or ("messages" in given and len(given) > 1):
+    if not contents or ("messages" in contents and len(contents) > 1):
         raise RequestError(
-            "a prompt dict must have one of 'prompt', 'prompt_token_ids' and 'messages', got"
-            f" {', '.join(map(repr, given)) or 'none of them'}"
+            "a prompt dict needs one of 'prompt', 'prompt_token_ids' and 'messages', got"
+            f" {', '.join(map(repr, contents)) or 'none of them'}"
         )
     found = {key: prompt[key] for key in known if prompt.get(key) is not None}
     check_text("prompt", found.get("prompt"))
@@ -202,18 +202,18 @@ def _parse_dict(prompt: Mapping[Any, Any]) -> dict[str, Any]:
     return found
 
 
-def _check_template(given: Mapping[str, Any]) -> None:
+def _check_template(prompt: Mapping[str, Any]) -> None:
     """Checks the TEMPLATE_KEYS of a prompt."""
-    check_text("chat_template", given.get("chat_template"))
+    check_text("chat_template", prompt.get("chat_template"))
     for key in ("add_generation_prompt", "continue_final_message"):
-        if not isinstance(given.get(key, True), bool):
+        if not isinstance(prompt.get(key, True), bool):
             raise RequestError(
-                f"{repr_short(key)} must be True or False, got {repr_short(given[key])}"
+                f"{repr_short(key)} must be True or False, got {repr_short(prompt[key])}"
             )
-    tools = given.get("tools", [])
+    tools = prompt.get("tools", [])
     if not isinstance(tools, list) or not all(isinstance(t, Mapping) or callable(t) for t in tools):
         raise RequestError(f"'tools' must be a list of dicts or functions, got {repr_short(tools)}")
-    variables = given.get("chat_template_kwargs", {})
+    variables = prompt.get("chat_template_kwargs", {})
     if not isinstance(variables, Mapping) or not all(isinstance(name, str) for name in variables):
         raise RequestError(
             f"'chat_template_kwargs' must be a dict with string keys, got {repr_short(variables)}"
@@ -248,21 +248,21 @@ def each_priority(priority: int | Sequence[int] | None, count: int) -> list[int 
 
 
 def _one_each(
-    name: str, given: Any, count: int, is_valid: Callable[[object], bool], kind: str
+    name: str, values: Any, count: int, is_valid: Callable[[object], bool], kind: str
 ) -> list[Any]:
-    if is_valid(given):
-        return [given] * count
-    if not isinstance(given, Sequence) or isinstance(given, str):
-        raise RequestError(f"{name} must be {kind} or a list of them, got {repr_short(given)}")
-    if len(given) != count:
+    if is_valid(values):
+        return [values] * count
+    if not isinstance(values, Sequence) or isinstance(values, str):
+        raise RequestError(f"{name} must be {kind} or a list of them, got {repr_short(values)}")
+    if len(values) != count:
         raise RequestError(
-            f"{name} must be a single value or a list with one entry per prompt; got {len(given)}"
-            f" entries for {count} prompts"
+            f"{name} must be a single value, or a list with one entry per prompt; got {len(values)}"
+            f" for {count} prompts"
         )
-    for i, value in enumerate(given):
+    for i, value in enumerate(values):
         if not is_valid(value):
             raise RequestError(f"{name}[{i}] must be {kind}, got {repr_short(value)}")
-    return list(given)
+    return list(values)
 
 
 def _token_ids(prompt: object) -> list[int]:

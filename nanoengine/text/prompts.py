@@ -101,10 +101,10 @@ class PromptReader:
     ) -> list[CheckedPrompt | RefusedPrompt]:
         """Reads one prompt or a list. Parameters and priority are single values or lists."""
         check_on_error(on_error)
-        given = [prompts] if isinstance(prompts, str) else prompts
-        if not (type(given) is list and all(isinstance(prompt, str) for prompt in given)):
-            given = prompt_forms.prompt_list(given)
-        count = len(given)
+        items = [prompts] if isinstance(prompts, str) else prompts
+        if not (type(items) is list and all(isinstance(item, str) for item in items)):
+            items = prompt_forms.prompt_list(items)
+        count = len(items)
         if isinstance(sampling_params, SamplingParams):
             params = [sampling_params] * count
         else:
@@ -114,7 +114,7 @@ class PromptReader:
             priorities = prompt_forms.each_priority(priority, count)
         return [
             self.read(i, *arguments, on_error)
-            for i, arguments in enumerate(zip(given, params, priorities, strict=True))
+            for i, arguments in enumerate(zip(items, params, priorities, strict=True))
         ]
 
     def read(
@@ -141,17 +141,17 @@ class PromptReader:
                 text = prompt
                 token_ids = self._encode(prompt)
             else:
-                given = prompt_forms.parse_prompt(prompt)
-                text, cache_salt = given.get("prompt"), given.get("cache_salt")
-                if "prompt_token_ids" in given:
-                    token_ids = given["prompt_token_ids"]
-                elif "messages" not in given:
+                parsed = prompt_forms.parse_prompt(prompt)
+                text, cache_salt = parsed.get("prompt"), parsed.get("cache_salt")
+                if "prompt_token_ids" in parsed:
+                    token_ids = parsed["prompt_token_ids"]
+                elif "messages" not in parsed:
                     token_ids = self._encode(text or "")
                 else:
-                    options = prompt_forms.template_options(given)
-                    text = self._chats.render(given["messages"], options)
+                    options = prompt_forms.template_options(parsed)
+                    text = self._chats.render(parsed["messages"], options)
                     token_ids = self._encode(text, add_special_tokens=False)
-                    turn_ids = self._chats.ends(given.get("chat_template"))
+                    turn_ids = self._chats.ends(parsed.get("chat_template"))
             if params.stop or params.bad_words or turn_ids:
                 from nanoengine.text.end_tokens import request_end_ids
 

@@ -159,8 +159,8 @@ def _limit_memory() -> None:
 
     if os.path.exists("/proc/self/statm"):
         with open("/proc/self/statm") as file:
-            own = int(file.read().split()[0]) * resource.getpagesize()
-        limit, (_, hard) = own + RENDER_BYTES, resource.getrlimit(resource.RLIMIT_AS)
+            used = int(file.read().split()[0]) * resource.getpagesize()
+        limit, (_, hard) = used + RENDER_BYTES, resource.getrlimit(resource.RLIMIT_AS)
         if hard == resource.RLIM_INFINITY or limit < hard:
             resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
 

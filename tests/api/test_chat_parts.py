@@ -1,4 +1,4 @@
-"""`LLM.chat` parses reasoning and tool calls on request, and returns plain text otherwise."""
+"""`LLM.chat` parses reasoning and tool calls if a parser is given, and otherwise returns text."""
 
 from __future__ import annotations
 

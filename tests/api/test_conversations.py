@@ -1,4 +1,4 @@
-"""Conversations in the chat templates of many model families: no message is dropped."""
+"""Conversations are rendered by the chat templates of many families; no message is dropped."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ TEMPLATES = {
 USER = {"role": "user", "content": "How are you?"}
 ASSISTANT = {"role": "assistant", "content": "Fine."}
 SYSTEM = {"role": "system", "content": "Be brief."}
-LATER = {"role": "system", "content": "Be polite."}
+SECOND_SYSTEM = {"role": "system", "content": "Be polite."}
 TOOL = {"role": "tool", "name": "add", "tool_call_id": "abcdefgh1", "content": "The sum is 3."}
 WITHOUT_SYSTEM = {"GEMMA", "GRANITE"}
 WITHOUT_TOOLS = {"CHATML", "GEMMA", "PHI_3", "ZEPHYR", "GRANITE"}
 
 
-def calling(arguments: Any, **changed: Any) -> dict[str, Any]:
+def tool_call(arguments: Any, **changed: Any) -> dict[str, Any]:
     function = {"name": "add", "arguments": arguments}
     call = {"id": "abcdefgh1", "type": "function", "function": function}
     return {"role": "assistant", "content": None, "tool_calls": [call], **changed}
@@ -40,19 +40,27 @@ def rendered(messages: list[dict[str, Any]], template: str, **options: Any) -> s
     )
 
 
-GOOD = {
+VALID = {
     "a user": [USER],
-    "turns": [USER, ASSISTANT, {"role": "user", "content": " And\n now? "}],
+    "several messages": [USER, ASSISTANT, {"role": "user", "content": " And\n now? "}],
     "short texts": [{"role": role, "content": "a"} for role in ("user", "assistant", "user")],
     "a blank text": [{"role": "user", "content": " \n"}],
     "no text": [{"role": "user", "content": ""}],
     "an empty answer": [USER, {"role": "assistant", "content": ""}, USER],
     "no answer": [USER, {"role": "assistant", "content": None}, USER],
     "a name": [{**USER, "name": "Bob"}],
-    "thoughts": [USER, {"role": "assistant", "content": "<think>hm</think>Fine."}, USER],
-    "thoughts alone": [USER, {"role": "assistant", "content": "<think>hm</think>"}, USER],
+    "reasoning in the text": [
+        USER,
+        {"role": "assistant", "content": "<think>hm</think>Fine."},
+        USER,
+    ],
+    "only reasoning in the text": [
+        USER,
+        {"role": "assistant", "content": "<think>hm</think>"},
+        USER,
+    ],
     "reasoning": [USER, {**ASSISTANT, "reasoning_content": "hm"}, USER],
-    "reasoning alone": [
+    "only reasoning": [
         USER,
         {"role": "assistant", "content": "", "reasoning_content": "hm"},
         USER,
@@ -63,8 +71,8 @@ GOOD = {
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
-def test_good_conversations_are_rendered_by_every_template(template: str) -> None:
-    for name, talk in GOOD.items():
+def test_valid_conversations_are_rendered_by_every_template(template: str) -> None:
+    for name, talk in VALID.items():
         assert rendered(talk, template), name
         if template not in WITHOUT_SYSTEM:
             assert "Be brief." in rendered([SYSTEM, *talk], template), name
@@ -72,23 +80,23 @@ def test_good_conversations_are_rendered_by_every_template(template: str) -> Non
 
 @pytest.mark.parametrize("template", sorted(set(TEMPLATES) - WITHOUT_TOOLS))
 @pytest.mark.parametrize("content", [None, "", "Let me see."])
-def test_arguments_given_as_json_are_rendered_as_objects(template: str, content: Any) -> None:
-    as_text = [USER, calling('{"a":1, "b":"x"}', content=content), TOOL]
+def test_arguments_as_json_are_rendered_like_objects(template: str, content: Any) -> None:
+    as_text = [USER, tool_call('{"a":1, "b":"x"}', content=content), TOOL]
     text = rendered(as_text, template)
-    as_object = [USER, calling({"a": 1, "b": "x"}, content=content), TOOL]
+    as_object = [USER, tool_call({"a": 1, "b": "x"}, content=content), TOOL]
     assert text == rendered(as_object, template)
     assert '\\"a' not in text and "'a'" not in text
-    if template == "DEEPSEEK":  # Why: its template takes arguments as strings.
+    if template == "DEEPSEEK":  # Why: this template needs arguments as strings.
         assert '\n```json\n{"a": 1, "b": "x"}\n```' in text
     assert "The sum is 3." in text
-    assert rendered([USER, calling("", content=content), TOOL], template) == rendered(
-        [USER, calling({}, content=content), TOOL], template
+    assert rendered([USER, tool_call("", content=content), TOOL], template) == rendered(
+        [USER, tool_call({}, content=content), TOOL], template
     )
 
 
 def test_arguments_that_are_not_json_raise() -> None:
     with pytest.raises(RequestError, match=r"messages\[1\]: the arguments .* got '\{\"a\": '"):
-        rendered([USER, calling('{"a": '), TOOL], "HERMES")
+        rendered([USER, tool_call('{"a": '), TOOL], "HERMES")
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
@@ -115,21 +123,21 @@ DROPPED: dict[str, tuple[list[dict[str, Any]], set[str], str]] = {
         r"the content of messages\[1\] with role 'critic'",
     ),
     "a later system message": (
-        [USER, ASSISTANT, LATER, USER],
+        [USER, ASSISTANT, SECOND_SYSTEM, USER],
         {"GPT_OSS", "GRANITE"},
         r"the content of messages\[2\] with role 'system'",
     ),
     "the first of two system messages": (
-        [SYSTEM, LATER, USER],
+        [SYSTEM, SECOND_SYSTEM, USER],
         {"DEEPSEEK"},
         r"the content of messages\[0\]",
     ),
     "tool calls": (
-        [USER, calling({"a": 1}), TOOL],
+        [USER, tool_call({"a": 1}), TOOL],
         {"CHATML", "PHI_3", "ZEPHYR", "GRANITE"},
         r"the tool_calls of messages\[1\]",
     ),
-    "a tool's answer": (
+    "a tool result": (
         [USER, ASSISTANT, TOOL],
         {"PHI_3", "ZEPHYR", "GRANITE"},
         r"the content of messages\[2\] with role 'tool'",
@@ -139,7 +147,7 @@ DROPPED: dict[str, tuple[list[dict[str, Any]], set[str], str]] = {
         set(TEMPLATES),
         r"the contnet of messages\[0\]",
     ),
-    "the same text, which another message has": (
+    "the same text as another message": (
         [{**USER, "role": "critic"}, USER],
         {"PHI_3", "HERMES"},
         r"the content of messages\[0\] with role 'critic'",
@@ -151,14 +159,14 @@ DROPPED: dict[str, tuple[list[dict[str, Any]], set[str], str]] = {
 def test_a_message_that_the_template_drops_raises(name: str) -> None:
     talk, templates, message = DROPPED[name]
     for template in sorted(templates):
-        with pytest.raises(RequestError, match=f"the chat template leaves out {message}"):
+        with pytest.raises(RequestError, match=f"the chat template drops {message}"):
             rendered(talk, template)
 
 
 def test_a_message_that_changes_the_prompt_is_not_dropped() -> None:
     control = {"role": "control", "content": "thinking"}
     assert "Think first." in rendered([control, USER], "GRANITE")
-    with pytest.raises(RequestError, match=r"leaves out the content of messages\[0\]"):
+    with pytest.raises(RequestError, match=r"drops the content of messages\[0\]"):
         rendered([{**control, "content": "humming"}, USER], "GRANITE")
 
 

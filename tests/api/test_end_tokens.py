@@ -1,4 +1,4 @@
-"""End tokens from every place in a checkpoint or request that can name them; BOS handling."""
+"""End tokens from files of a checkpoint, templates and stop strings; warnings for two BOS."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ QUESTION = {"messages": [{"role": "user", "content": "What is the time?"}]}
 
 @functools.cache
 def chatml() -> PreTrainedTokenizerFast:
-    """Returns a base model's tokenizer, fine-tuned with ChatML: `<|im_end|>` ends its turns."""
+    """The tokenizer of a base model, fine-tuned with ChatML: `<|im_end|>` closes messages."""
     raw = RawTokenizer(models.BPE())
     raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     raw.decoder = decoders.ByteLevel()
@@ -54,7 +54,7 @@ def chatml() -> PreTrainedTokenizerFast:
 
 @pytest.fixture(scope="module", params=["llama", "qwen2"])
 def base(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns a checkpoint with this tokenizer; only Qwen2's is loaded with transformers."""
+    """A checkpoint with this tokenizer, which is loaded with transformers only for Qwen2."""
     path = tmp_path_factory.mktemp("base") / request.param
     make_checkpoint(path, request.param, vocab_size=256 + 3, eos_token_id=TEXT_END)
     chatml().save_pretrained(path)
@@ -66,7 +66,7 @@ OLD = "special_tokens_map.json"
 ABSENT = object()
 NAMED_BY_TEMPLATE = {"eos_token": "<|endoftext|>"}
 LAYOUTS: dict[str, tuple[dict[str, Any], list[tuple[int, list[str]]]]] = {
-    "as the base has it": (
+    "files of the base model": (
         {},
         [(TEXT_END, [GENERATION, CONFIG]), (TURN_END, ["the tokenizer", "the chat template"])],
     ),
@@ -87,7 +87,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any], list[tuple[int, list[str]]]]] = {
         [(TURN_END, [GENERATION, CONFIG, "the tokenizer", "the chat template"]),
          (TEXT_END, [GENERATION])],
     ),
-    "a token with its settings": (
+    "a token with settings": (
         {TOKENIZER: {"eos_token": {"__type": "AddedToken", "content": "<|im_end|>",
                                    "lstrip": False, "normalized": False, "rstrip": False,
                                    "single_word": False, "special": True}}},
@@ -105,16 +105,16 @@ LAYOUTS: dict[str, tuple[dict[str, Any], list[tuple[int, list[str]]]]] = {
         {CONFIG: {"eos_token_id": None}, GENERATION: ABSENT, TOKENIZER: {"eos_token": None}},
         [(TURN_END, ["the chat template"])],
     ),
-    "a tokenizer's name that is no token": (
+    "a name that is not a token": (
         {TOKENIZER: {"eos_token": "<|never|>"}},
         [(TEXT_END, [GENERATION, CONFIG]), (TURN_END, ["the chat template"])],
     ),
 }  # fmt: skip
-"""The changes per file; then the ids that end an answer, each with the files that name it."""
+"""Changes per file; then the ids that end an output, each with its sources."""
 
 
 def changed(base: Path, path: Path, layout: str) -> Path:
-    """Returns a copy of a checkpoint with this layout."""
+    """Copies a checkpoint, and changes files according to this layout."""
     shutil.copytree(base, path)
     for name, keys in LAYOUTS[layout][0].items():
         file = path / name
@@ -128,7 +128,7 @@ def changed(base: Path, path: Path, layout: str) -> Path:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_an_end_is_found_wherever_a_checkpoint_says_it(
+def test_end_tokens_are_found_in_all_files_of_a_checkpoint(
     base: Path, tmp_path: Path, layout: str
 ) -> None:
     path = changed(base, tmp_path / "m", layout)
@@ -139,31 +139,33 @@ def test_an_end_is_found_wherever_a_checkpoint_says_it(
     for token_id, sources in expected:
         assert [source for source, named in found.eos_sources if named == token_id] == sources
     plain = with_tokenizer_eos(config, tokenizer)
-    asked = TURN_END in plain.eos_token_ids or not config.eos_token_ids
-    assert asked == (layout not in ("only the template", "a tokenizer's name that is no token"))
+    is_known = TURN_END in plain.eos_token_ids or not config.eos_token_ids
+    assert is_known == (layout not in ("only the template", "a name that is not a token"))
 
 
-def forced(token_id: int, **options: Any) -> SamplingParams:
+def biased(token_id: int, **options: Any) -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=3, logit_bias={token_id: 100.0}, **options)
 
 
-def test_what_the_template_closes_a_turn_with_ends_chats_alone(base: Path, tmp_path: Path) -> None:
+def test_the_token_that_closes_a_message_ends_only_chats(base: Path, tmp_path: Path) -> None:
     path = changed(base, tmp_path / "m", "only the template")
     conversation = QUESTION["messages"]
     with LLM(path, device="cpu", attention_backend="naive", kv_cache_gib=0.01) as llm:
-        (output,) = llm.chat(conversation, forced(TURN_END), use_tqdm=False)
+        (output,) = llm.chat(conversation, biased(TURN_END), use_tqdm=False)
         answer = output.outputs[0]
         assert (answer.token_ids, answer.text) == ([TURN_END], "")
         assert (answer.finish_reason, answer.stop_reason) == ("stop", None)
         options: list[dict[str, Any]] = [{}, {"ignore_eos": True}, {"min_tokens": 2}]
-        params = [forced(TURN_END, **one) for one in options]
-        plain, ignored, held = llm.generate(["What?", QUESTION, QUESTION], params, use_tqdm=False)
+        params = [biased(TURN_END, **each) for each in options]
+        plain, ignored, delayed = llm.generate(
+            ["What?", QUESTION, QUESTION], params, use_tqdm=False
+        )
         assert plain.outputs[0].token_ids == ignored.outputs[0].token_ids == [TURN_END] * 3
-        assert TURN_END not in held.outputs[0].token_ids[:2]
-        assert held.outputs[0].token_ids[2:] == [TURN_END]
+        assert TURN_END not in delayed.outputs[0].token_ids[:2]
+        assert delayed.outputs[0].token_ids[2:] == [TURN_END]
 
 
-def test_a_model_without_any_end_is_warned_about_once(
+def test_a_model_without_end_tokens_causes_one_warning(
     base: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = changed(base, tmp_path / "m", "only the template, null elsewhere")
@@ -186,7 +188,7 @@ LLAMA3 = (
 EACH = "{% for m in messages %}"
 TEMPLATES: dict[str, tuple[str | None, str | None]] = {
     "Llama 3": (LLAMA3, "<|eot_id|>"),
-    "Phi 3, which closes a conversation too": (
+    "Phi 3, which also closes the conversation": (
         EACH + "<|{{ m['role'] }}|>\n{{ m['content'] }}<|end|>\n{% endfor %}</s>", "<|end|>"),
     "Mistral": (
         EACH + "{% if m['role'] == 'user' %}[INST] {{ m['content'] }} [/INST]"
@@ -194,21 +196,21 @@ TEMPLATES: dict[str, tuple[str | None, str | None]] = {
     "Llama 2, with a space before": (
         EACH + "{% if m['role'] == 'user' %}[INST] {{ m['content'] }} [/INST]"
         "{% else %} {{ m['content'] }} </s>{% endif %}{% endfor %}", "</s>"),
-    "Gemma, which calls the assistant otherwise": (
+    "Gemma, with another name of the assistant": (
         EACH + "<start_of_turn>{{ 'model' if m['role'] == 'assistant' else 'user' }}\n"
         "{{ m['content'] }}<end_of_turn>\n{% endfor %}", "<end_of_turn>"),
-    "GLM 4, where the next turn's beginning ends one": (
+    "GLM 4, where the start of the next message closes one": (
         EACH + "<|{{ m['role'] }}|>\n{{ m['content'] }}{% endfor %}", "<|user|>"),
-    "gpt-oss, which closes the last message otherwise": (
+    "gpt-oss, with another token for the last message": (
         EACH + "<|start|>{{ m['role'] }}<|sep|>{{ m['content'] }}"
         "{{ '<|return|>' if loop.last else '<|end|>' }}{% endfor %}", "<|return|>"),
     "a token that is not special": (
-        EACH + "{{ m['role'] }}: {{ m['content'] }}<turn>{% endfor %}", "<turn>"),
-    "one of two tokens of which one begins the other": (
-        EACH + "{{ m['role'] }}: {{ m['content'] }}<turn>/>{% endfor %}", "<turn>/>"),
-    "text that is no token": (
+        EACH + "{{ m['role'] }}: {{ m['content'] }}<msg>{% endfor %}", "<msg>"),
+    "a token that begins with another token": (
+        EACH + "{{ m['role'] }}: {{ m['content'] }}<msg>/>{% endfor %}", "<msg>/>"),
+    "text that is not a token": (
         EACH + "{{ m['role'] }}: {{ m['content'] }}\n###\n{% endfor %}", None),
-    "a template that takes no assistant": (
+    "a template that rejects the assistant": (
         EACH + "{% if m['role'] != 'user' %}{{ raise_exception('no') }}{% endif %}{% endfor %}",
         None),
     "no template": (None, None),
@@ -216,12 +218,12 @@ TEMPLATES: dict[str, tuple[str | None, str | None]] = {
 
 
 @pytest.mark.parametrize("case", TEMPLATES)
-def test_the_token_that_closes_a_turn(case: str) -> None:
+def test_the_token_that_closes_a_message_is_found(case: str) -> None:
     template, expected = TEMPLATES[case]
     names = ["<|eot_id|>", "<|end|>", "<|return|>", "<end_of_turn>", "<start_of_turn>", "<|sep|>"]
     backend = copy.deepcopy(byte_level().backend)
     backend.add_special_tokens({"additional_special_tokens": [*names, "<|start|>"]})
-    backend.add_tokens([AddedToken(name, special=False) for name in ("<turn>", "<turn>/>")])
+    backend.add_tokens([AddedToken(name, special=False) for name in ("<msg>", "<msg>/>")])
     backend.chat_template = template
     found = turn_end_ids(Tokenizer(backend), None)
     assert found == (() if expected is None else (backend.convert_tokens_to_ids(expected),))
@@ -232,7 +234,7 @@ def test_the_token_that_closes_a_turn(case: str) -> None:
 # --- stop strings ---------------------------------------------------------------------------------
 
 
-def test_a_stop_string_that_is_a_special_token_stops_by_its_id(make_llm: MakeLLM) -> None:
+def test_a_stop_string_that_is_a_special_token_ends_the_output_by_its_id(make_llm: MakeLLM) -> None:
     answers = {"one": " two<|user|> three", "two": " four, five<tool> six", "dog": " a<|user|>"}
     end = byte_level().token_id("<|user|>")
     with make_llm(answers) as llm:
@@ -241,7 +243,7 @@ def test_a_stop_string_that_is_a_special_token_stops_by_its_id(make_llm: MakeLLM
             options = {"stop": ["no", "<|user|>"], "temperature": 0, "max_tokens": 64} | options
             params = SamplingParams(**options)
             (output,) = llm.generate(prompt, params, use_tqdm=False)
-            pieces = [one.outputs[0].text for one in llm.stream(prompt, params, kind="delta")]
+            pieces = [each.outputs[0].text for each in llm.stream(prompt, params, kind="delta")]
             assert "".join(pieces) == output.outputs[0].text
             return output.outputs[0]
 
@@ -253,8 +255,8 @@ def test_a_stop_string_that_is_a_special_token_stops_by_its_id(make_llm: MakeLLM
         assert (shown.text, shown.stop_reason) == (" two<|user|>", "<|user|>")
         assert answer(skip_special_tokens=False).text == " two"
         assert answer(ignore_eos=True).stop_reason == "<|user|>"
-        assert answer(stop=["</s>"]).stop_reason == "</s>"  # it is matched before the EOS
-        assert answer(stop=["<|user|> th"]).text == " two three"  # this string is not a token
+        assert answer(stop=["</s>"]).stop_reason == "</s>"  # It is found before the EOS.
+        assert answer(stop=["<|user|> th"]).text == " two three"  # This string is not a token.
         # A token that is visible in the text is matched as text.
         assert (answer("two", stop=["<tool>"]).text) == " four, five"
         first, second = answer("dog", min_tokens=2), answer("dog", min_tokens=9)
@@ -267,7 +269,7 @@ def test_a_stop_string_that_is_a_special_token_stops_by_its_id(make_llm: MakeLLM
 
 @pytest.fixture
 def with_bos() -> Tokenizer:
-    """Returns a tokenizer that prepends `<s>` to each text; its chat template writes it as well."""
+    """A tokenizer that prepends `<s>` to each text; its chat template has `<s>` as well."""
     backend = copy.deepcopy(byte_level().backend)
     raw = backend.backend_tokenizer
     raw.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
@@ -284,7 +286,7 @@ CALLS: dict[str, Callable[[LLM, str], list[int]]] = {
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_a_prompt_that_begins_with_bos_is_warned_about_once(
+def test_prompts_that_begin_with_bos_cause_one_warning(
     call: str, make_llm: MakeLLM, with_bos: Tokenizer
 ) -> None:
     with make_llm(tokenizer=with_bos) as llm:
@@ -292,12 +294,12 @@ def test_a_prompt_that_begins_with_bos_is_warned_about_once(
             warnings.simplefilter("error")
             assert CALLS[call](llm, "The dog")[:2] != [0, 0]
             assert CALLS[call](llm, "aa bb")[0] == 0
-        with pytest.warns(UserWarning, match="begins with the text '<s>'") as told:
+        with pytest.warns(UserWarning, match="begins with the text '<s>'") as warned:
             found = [CALLS[call](llm, text) for text in ("<s>The dog", "<s>The cat")]
-        assert len(told) == 1 and [ids[:2] for ids in found] == [[0, 0], [0, 0]]
+        assert len(warned) == 1 and [ids[:2] for ids in found] == [[0, 0], [0, 0]]
 
 
-def test_a_chat_never_has_bos_twice(make_llm: MakeLLM, with_bos: Tokenizer) -> None:
+def test_a_chat_has_bos_only_once(make_llm: MakeLLM, with_bos: Tokenizer) -> None:
     with make_llm(tokenizer=with_bos) as llm, warnings.catch_warnings():
         warnings.simplefilter("error")
         (by_chat,) = llm.chat(QUESTION["messages"], use_tqdm=False)
@@ -306,7 +308,7 @@ def test_a_chat_never_has_bos_twice(make_llm: MakeLLM, with_bos: Tokenizer) -> N
     assert by_chat.prompt_token_ids.count(0) == 1
 
 
-def test_a_tokenizer_that_adds_no_bos_is_not_warned_about(make_llm: MakeLLM) -> None:
+def test_a_tokenizer_that_adds_no_bos_causes_no_warning(make_llm: MakeLLM) -> None:
     with make_llm() as llm, warnings.catch_warnings():
         warnings.simplefilter("error")
         begun, plain = llm.generate(["<s><s>a", "aa"], use_tqdm=False)

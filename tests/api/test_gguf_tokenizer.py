@@ -1,4 +1,4 @@
-"""Tokenizers from GGUF metadata give the ids and texts of their source, or are refused."""
+"""Tokenizers from GGUF metadata equal their source; invalid metadata is rejected."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ PIECES = [
 TEXTS = st.text(max_size=30) | st.lists(st.sampled_from(PIECES), max_size=8).map("".join)
 
 
-def described(raw: RawTokenizer, **said: Any) -> Metadata:
-    """Converts a tokenizer.json vocabulary to metadata; two entries at its end are left unused."""
+def to_metadata(raw: RawTokenizer, **changes: Any) -> Metadata:
+    """Converts the vocabulary of a tokenizer.json to metadata, and adds two unused tokens."""
     spec = json.loads(raw.to_str())
     ids = raw.get_vocab(with_added_tokens=True)
     tokens = [f"[PAD{i}]" for i in range(len(ids) + 2)]
@@ -54,31 +54,33 @@ def described(raw: RawTokenizer, **said: Any) -> Metadata:
     for i, kind in added.items():
         types[i] = kind
     merges = [" ".join(pair) for pair in spec["model"]["merges"]]
-    values = {"tokens": tokens, "token_type": types, "merges": merges, **said}
+    values = {"tokens": tokens, "token_type": types, "merges": merges, **changes}
     return {f"tokenizer.ggml.{key}": value for key, value in values.items() if value is not None}
 
 
-def bytes_said(**said: Any) -> Metadata:
+def byte_keys(**changes: Any) -> Metadata:
     raw = byte_level().backend.backend_tokenizer
-    return described(raw, **{"model": "gpt2", "pre": "gpt-2", "eos_token_id": 1, **said})
+    return to_metadata(raw, **{"model": "gpt2", "pre": "gpt-2", "eos_token_id": 1, **changes})
 
 
-def scores_said(**said: Any) -> Metadata:
+def score_keys(**changes: Any) -> Metadata:
     raw = byte_fallback().backend.backend_tokenizer
     scores = [-float(i) for i in range(raw.get_vocab_size() + 2)]
-    return described(
+    return to_metadata(
         raw,
-        **{"model": "llama", "merges": None, "scores": scores, "add_bos_token": False, **said},
+        **{"model": "llama", "merges": None, "scores": scores, "add_bos_token": False, **changes},
     )
 
 
-def gemma_said(**said: Any) -> Metadata:
+def gemma_keys(**changes: Any) -> Metadata:
     raw = byte_fallback().backend.backend_tokenizer
-    return described(raw, **{"model": "gemma4", "add_bos_token": False, "bos_token_id": 1, **said})
+    return to_metadata(
+        raw, **{"model": "gemma4", "add_bos_token": False, "bos_token_id": 1, **changes}
+    )
 
 
 def gemma() -> Tokenizer:
-    """Returns the same vocabulary in transformers' tokenizer class for Gemma."""
+    """The same vocabulary in transformers' tokenizer class of Gemma."""
     model = json.loads(byte_fallback().backend.backend_tokenizer.to_str())["model"]
     tokens = {"pad_token": "</s>", "eos_token": "</s>", "bos_token": "<s>", "mask_token": "<s>"}
     merges = [tuple(pair) for pair in model["merges"]]
@@ -86,7 +88,7 @@ def gemma() -> Tokenizer:
 
 
 def write(path: Path, metadata: Metadata) -> Path:
-    """Writes a GGUF file that has only metadata."""
+    """Writes a GGUF file without tensors."""
     writer = gguf.GGUFWriter(path, "llama")
     for key, value in metadata.items():
         if isinstance(value, list):
@@ -100,24 +102,24 @@ def write(path: Path, metadata: Metadata) -> Path:
     return path
 
 
-def made(metadata: Metadata) -> Tokenizer:
+def load(metadata: Metadata) -> Tokenizer:
     return Tokenizer(make_tokenizer(metadata, Path("m.gguf")))
 
 
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Tokenizer, Tokenizer]]:
-    """Returns one pair per kind: the tokenizer from a GGUF file, and its source."""
-    place = tmp_path_factory.mktemp("gguf")
+    """Per kind the tokenizer from a GGUF file, and its source."""
+    folder = tmp_path_factory.mktemp("gguf")
     return {
         "byte_level": (
-            Tokenizer.load(str(write(place / "a.gguf", bytes_said(bos_token_id=0)))),
+            Tokenizer.load(str(write(folder / "a.gguf", byte_keys(bos_token_id=0)))),
             byte_level(),
         ),
         "byte_fallback": (
-            Tokenizer.load(str(write(place / "b.gguf", scores_said()))),
+            Tokenizer.load(str(write(folder / "b.gguf", score_keys()))),
             byte_fallback(),
         ),
-        "gemma": (Tokenizer.load(str(write(place / "c.gguf", gemma_said()))), gemma()),
+        "gemma": (Tokenizer.load(str(write(folder / "c.gguf", gemma_keys()))), gemma()),
     }
 
 
@@ -127,30 +129,30 @@ kinds = pytest.mark.parametrize("kind", ["byte_level", "byte_fallback", "gemma"]
 @kinds
 @given(text=TEXTS, data=st.data())
 @settings(max_examples=150, deadline=None)
-def test_ids_and_texts_equal_those_of_the_original(pairs, kind, text, data) -> None:  # type: ignore[no-untyped-def]
-    ours, original = pairs[kind]
+def test_ids_and_texts_equal_the_source(pairs, kind, text, data) -> None:  # type: ignore[no-untyped-def]
+    ours, source = pairs[kind]
     ids = ours.encode(text)
-    assert ids == original.encode(text)
-    ids += data.draw(st.lists(st.integers(0, len(original.backend) - 1), max_size=8))
+    assert ids == source.encode(text)
+    ids += data.draw(st.lists(st.integers(0, len(source.backend) - 1), max_size=8))
     for skip in (True, False):
         for anchored in (True, False):
             options = {"skip_special_tokens": skip, "anchored": anchored}
-            assert ours.decode(ids, **options) == original.decode(ids, **options)
+            assert ours.decode(ids, **options) == source.decode(ids, **options)
     stream = TextStream(ours, SamplingParams())
     for token_id in ids:
         stream.append(token_id)
-    assert stream.finish() == original.output_text(ids, SamplingParams())
-    assert TokenBound(ours).at_least(text) <= len(ours.encode(text))
+    assert stream.finish() == source.output_text(ids, SamplingParams())
+    assert TokenBound(ours).lower_bound(text) <= len(ours.encode(text))
 
 
 @kinds
-def test_what_is_known_of_tokens_is_equal(pairs, kind) -> None:  # type: ignore[no-untyped-def]
-    ours, original = pairs[kind]
+def test_properties_of_tokens_equal_the_source(pairs, kind) -> None:  # type: ignore[no-untyped-def]
+    ours, source = pairs[kind]
     for name in ("special_ids", "byte_ids", "anchor"):
-        assert getattr(ours, name) == getattr(original, name), name
+        assert getattr(ours, name) == getattr(source, name), name
     assert ours.special_ids
-    assert TokenBound(ours).at_least("a" * 1000) > 0
-    grammar, expected = (json.loads(one.definition()) for one in (ours, original))
+    assert TokenBound(ours).lower_bound("a" * 1000) > 0
+    grammar, expected = (json.loads(one.definition()) for one in (ours, source))
     assert (
         grammar["model"]["vocab"].items()
         <= expected["model"]["vocab"].items()
@@ -159,7 +161,7 @@ def test_what_is_known_of_tokens_is_equal(pairs, kind) -> None:  # type: ignore[
 
 
 @pytest.mark.parametrize("pre", sorted(PRE_TOKENIZERS.keys() & GGUF_PRE_TOKENIZER_SPLITS.keys()))
-def test_expressions_equal_those_that_transformers_has_for_the_same_name(pre: str) -> None:
+def test_expressions_equal_the_expressions_of_transformers(pre: str) -> None:
     assert list(PRE_TOKENIZERS[pre].splits) == [GGUF_PRE_TOKENIZER_SPLITS[pre]]
 
 
@@ -177,9 +179,9 @@ def test_expressions_equal_those_that_transformers_has_for_the_same_name(pre: st
         ("default", "I ' LL Ġsay Ġ Ġ 123 45 . xY ' s ĊĊ ĉ x"),
     ],
 )
-def test_words(pre: str, words: str) -> None:
-    """The expected words follow llama.cpp's rules of the same names."""
-    raw = make_tokenizer(bytes_said(pre=pre, bos_token_id=0), Path("m.gguf")).backend_tokenizer
+def test_text_is_split_into_words(pre: str, words: str) -> None:
+    """The expected words follow the rules of llama.cpp with the same names."""
+    raw = make_tokenizer(byte_keys(pre=pre, bos_token_id=0), Path("m.gguf")).backend_tokenizer
     found = raw.pre_tokenizer.pre_tokenize_str("I'LL say  12345.xY's\n\n\tx")
     assert [word for word, _ in found] == words.split()
 
@@ -208,9 +210,9 @@ WORDS_OF_SCRIPTS = {
 
 
 @pytest.mark.parametrize(("pre", "words"), WORDS_OF_SCRIPTS.items())
-def test_words_of_many_scripts(pre: str, words: str) -> None:
-    """The expected words come from Python's `regex` with the models' own expressions."""
-    raw = make_tokenizer(bytes_said(pre=pre, bos_token_id=0), Path("m.gguf")).backend_tokenizer
+def test_text_of_many_scripts_is_split_into_words(pre: str, words: str) -> None:
+    """The expected words are computed by Python's `regex` with the published expressions."""
+    raw = make_tokenizer(byte_keys(pre=pre, bos_token_id=0), Path("m.gguf")).backend_tokenizer
     found = [SCRIPTS[a:b] for _, (a, b) in raw.pre_tokenizer.pre_tokenize_str(SCRIPTS)]
     assert found == words.split("|")
 
@@ -234,7 +236,7 @@ def split(text: str, *expressions: str) -> list[str]:
         ("tiny_aya", [r"\d{1,3}(?=(?:\d{3})*\b)"]),
     ],
 )
-def test_digits_from_the_right_are_grouped_as_the_published_expressions_do(
+def test_digits_are_grouped_from_the_right_as_by_the_published_expressions(
     pre: str, published: list[str]
 ) -> None:
     draw = Random(0)
@@ -244,14 +246,14 @@ def test_digits_from_the_right_are_grouped_as_the_published_expressions_do(
         assert split(text, PRE_TOKENIZERS[pre].splits[0]) == split(text, *published), text
 
 
-def test_digits_from_the_right_are_seen_once() -> None:
+def test_grouping_digits_from_the_right_takes_linear_time() -> None:
     for pre in ("afmoe", "tiny_aya"):
         assert len(split("1" * 300_000, PRE_TOKENIZERS[pre].splits[0])) == 100_000
 
 
-def test_letters_of_deepseek_are_those_with_a_case_that_its_file_names() -> None:
-    """Source: the second expression of DeepSeek-LLM's tokenizer.json, as ranges of code points."""
-    named = """
+def test_letters_of_deepseek_equal_the_letters_in_its_tokenizer_json() -> None:
+    """Source: the second expression in DeepSeek-LLM's tokenizer.json, as ranges of code points."""
+    published = """
         41-5a 61-7a b5 c0-d6 d8-f6 f8-1ba 1bc-1bf 1c4-293 295-2af 370-373 376-377 37b-37d 37f 386
         388-38a 38c 38e-3a1 3a3-3f5 3f7-481 48a-52f 531-556 10a0-10c5 13a0-13f5 13f8-13fd 1c90-1cba
         1cbd-1cbf 1d00-1d2b 1d6b-1d77 1d79-1d9a 1e00-1f15 1f18-1f1d 1f20-1f45 1f48-1f4d 1f50-1f57
@@ -262,7 +264,7 @@ def test_letters_of_deepseek_are_those_with_a_case_that_its_file_names() -> None
         ff41-ff5a 10400-1044f 104b0-104d3 104d8-104fb 10c80-10cb2 10cc0-10cf2 118a0-118df
         1e900-1e943
     """
-    ranges = [one.split("-") for one in named.split()]
+    ranges = [one.split("-") for one in published.split()]
     letters = {chr(i) for one in ranges for i in range(int(one[0], 16), int(one[-1], 16) + 1)}
     only = pre_tokenizers.Split(
         Regex(PRE_TOKENIZERS["deepseek-llm"].splits[1][3:]), "removed", invert=True
@@ -278,42 +280,42 @@ def _letters(only: pre_tokenizers.Split, text: str) -> str:
 
 
 @pytest.mark.parametrize("pre", sorted(PRE_TOKENIZERS))
-def test_all_rules_keep_all_of_a_text(pre: str) -> None:
-    tokenizer = made(bytes_said(pre=pre, add_bos_token=False))
+def test_every_pre_tokenization_keeps_the_whole_text(pre: str) -> None:
+    tokenizer = load(byte_keys(pre=pre, add_bos_token=False))
     text = "I'LL  say 1234567,\r\n\n \t½ naïve 你好 ไทย हिन्दी \U0001f642... x=f(y);  \n"
     assert tokenizer.decode(tokenizer.encode(text), anchored=False) == text
     composed = tokenizer.encode("e\u0301") == tokenizer.encode("é")
     assert composed == PRE_TOKENIZERS[pre].nfc
 
 
-def test_a_word_that_is_a_token_is_one_whatever_merges_say() -> None:
-    said = bytes_said(merges=[], bos_token_id=0)
-    there = said["tokenizer.ggml.tokens"].index("Ġthe")
+def test_with_ignore_merges_a_word_in_the_vocabulary_is_one_token() -> None:
+    keys = byte_keys(merges=[], bos_token_id=0)
+    token_id = keys["tokenizer.ggml.tokens"].index("Ġthe")
     for pre, ids in (("gpt-2", 4), ("llama-bpe", 1), ("kimi-k2", 1)):
-        found = made(said | {"tokenizer.ggml.pre": pre}).encode(" the", add_special_tokens=False)
-        assert len(found) == ids and (ids > 1 or found == [there])
+        found = load(keys | {"tokenizer.ggml.pre": pre}).encode(" the", add_special_tokens=False)
+        assert len(found) == ids and (ids > 1 or found == [token_id])
 
 
-def test_the_first_of_two_equal_merges_counts() -> None:
-    """Same rule as llama.cpp."""
+def test_the_first_of_two_equal_merges_is_used() -> None:
+    """As in llama.cpp."""
     tokens = [*"abc", "ab", "bc"]
-    said = bytes_said(tokens=tokens, token_type=[1] * 5, eos_token_id=None)
+    keys = byte_keys(tokens=tokens, token_type=[1] * 5, eos_token_id=None)
     for merges, ids in (["a b", "b c", "a b"], [3, 2]), (["b c", "a b", "b c"], [0, 4]):
-        assert made(said | {"tokenizer.ggml.merges": merges}).encode("abc") == ids
+        assert load(keys | {"tokenizer.ggml.merges": merges}).encode("abc") == ids
 
 
-def test_scores_say_what_merges_first() -> None:
-    """Compared with sentencepiece's rule: merge the best pair until no pair is a token."""
+def test_scores_determine_the_order_of_merges() -> None:
+    """Compared with sentencepiece's algorithm: merge the best pair until no pair is a token."""
     draw = Random(0)
-    # Why no repeated letter: the library can't rank two ways to make one token equally.
+    # Why no repeated letters: the library can't rank two merges with the same result equally.
     longer = ["".join(draw.sample("abcde▁", draw.randint(2, 4))) for _ in range(150)]
     tokens = list(dict.fromkeys(["<unk>", *"abcde▁", *longer]))
     scores = {token: draw.uniform(-9, 9) for token in tokens}
-    said = {
+    keys = {
         "model": "llama", "tokens": tokens, "token_type": [2] + [1] * (len(tokens) - 1),
         "scores": list(scores.values()), "add_space_prefix": False, "add_bos_token": False,
     }  # fmt: skip
-    ours = made({f"tokenizer.ggml.{key}": value for key, value in said.items()})
+    ours = load({f"tokenizer.ggml.{key}": value for key, value in keys.items()})
     for text in ("".join(draw.choices("abcde ", k=15)) for _ in range(300)):
         parts = list(text.replace(" ", "▁"))
         while True:
@@ -327,28 +329,28 @@ def test_scores_say_what_merges_first() -> None:
     assert ours.encode("a你好b") == [tokens.index("a"), 0, tokens.index("b")]
 
 
-def test_spaces_are_put_in_front_only_if_asked() -> None:
-    asked, plain = made(scores_said()), made(scores_said(add_space_prefix=False))
+def test_add_space_prefix_determines_whether_a_space_is_prepended() -> None:
+    prefixed, plain = load(score_keys()), load(score_keys(add_space_prefix=False))
     for text in ("the dog", " the dog", "<s>the dog"):
-        ids = asked.encode(text)
+        ids = prefixed.encode(text)
         assert ids == byte_fallback().encode(text)
         assert plain.encode(text.replace("the", " the", 1)) == ids
         assert plain.decode(plain.encode(text), anchored=False) == text.removeprefix("<s>")
 
 
-def test_user_defined_spaces_are_taken_whole() -> None:
-    for spaces in ("  ", "▁▁"):  # written by newer tools, and by older ones
-        said = scores_said(add_space_prefix=False)
-        said["tokenizer.ggml.tokens"][-2:] = [spaces, "\n\n"]
-        said["tokenizer.ggml.token_type"][-2:] = [4, 4]
-        tokenizer, last = made(said), len(said["tokenizer.ggml.tokens"]) - 1
+def test_user_defined_tokens_of_spaces_are_not_split() -> None:
+    for spaces in ("  ", "▁▁"):  # as newer and older tools write it
+        keys = score_keys(add_space_prefix=False)
+        keys["tokenizer.ggml.tokens"][-2:] = [spaces, "\n\n"]
+        keys["tokenizer.ggml.token_type"][-2:] = [4, 4]
+        tokenizer, last = load(keys), len(keys["tokenizer.ggml.tokens"]) - 1
         ids = tokenizer.encode("a  e\n\n")
         assert ids[1] == last - 1 and ids[-1] == last
         assert tokenizer.decode(ids) == "a  e\n\n"
 
 
 @pytest.mark.parametrize(
-    ("said", "before", "behind"),
+    ("keys", "first", "last"),
     [
         ({"model": "gpt2", "bos_token_id": 0}, [], []),
         ({"model": "gpt2", "bos_token_id": 0, "pre": "llama-bpe"}, [0], []),
@@ -362,117 +364,117 @@ def test_user_defined_spaces_are_taken_whole() -> None:
           "eos_token_id": 2}, [1], [2]),
     ],
 )  # fmt: skip
-def test_bos_and_eos_are_added_as_the_file_or_its_kind_says(
-    said: dict[str, Any], before: list[int], behind: list[int]
+def test_bos_and_eos_are_added_by_the_keys_or_defaults_of_the_file(
+    keys: dict[str, Any], first: list[int], last: list[int]
 ) -> None:
-    kind = {"gpt2": bytes_said, "llama": scores_said, "gemma4": gemma_said}[said["model"]]
-    tokenizer = made(kind(**said))
+    kind = {"gpt2": byte_keys, "llama": score_keys, "gemma4": gemma_keys}[keys["model"]]
+    tokenizer = load(kind(**keys))
     plain = tokenizer.encode("the dog", add_special_tokens=False)
-    assert tokenizer.encode("the dog") == [*before, *plain, *behind]
+    assert tokenizer.encode("the dog") == [*first, *plain, *last]
 
 
-def test_tokens_of_phi3_take_up_the_spaces_behind_them() -> None:
-    said = scores_said(add_space_prefix=False) | {"general.architecture": "phi3"}
-    tokenizer = made(said)
+def test_tokens_of_phi3_strip_the_spaces_after_them() -> None:
+    keys = score_keys(add_space_prefix=False) | {"general.architecture": "phi3"}
+    tokenizer = load(keys)
     assert tokenizer.encode("</s> \n the") == tokenizer.encode("</s>the")
     assert tokenizer.encode("<s> the") != tokenizer.encode("<s>the")
 
 
-def test_a_role_makes_no_plain_token_special() -> None:
-    said = bytes_said(bos_token_id=0, padding_token_id=5, unknown_token_id=6)
-    tokenizer = made(said)
+def test_a_normal_token_with_a_role_is_not_special() -> None:
+    keys = byte_keys(bos_token_id=0, padding_token_id=5, unknown_token_id=6)
+    tokenizer = load(keys)
     assert 5 not in tokenizer.special_ids
     assert tokenizer.backend.pad_token is None and tokenizer.backend.unk_token is None
-    assert made(bytes_said(bos_token_id=NO_ID)).backend.bos_token is None
+    assert load(byte_keys(bos_token_id=NO_ID)).backend.bos_token is None
 
 
-def test_unused_and_empty_tokens_have_no_text() -> None:
-    said = bytes_said()
-    said["tokenizer.ggml.tokens"] += ["", ""]
-    said["tokenizer.ggml.tokens"][-3] = "Ġthe"
-    said["tokenizer.ggml.token_type"] += [1, 4]
-    tokenizer, last = made(said), len(said["tokenizer.ggml.tokens"]) - 3
+def test_unused_and_empty_tokens_decode_to_no_text() -> None:
+    keys = byte_keys()
+    keys["tokenizer.ggml.tokens"] += ["", ""]
+    keys["tokenizer.ggml.tokens"][-3] = "Ġthe"
+    keys["tokenizer.ggml.token_type"] += [1, 4]
+    tokenizer, last = load(keys), len(keys["tokenizer.ggml.tokens"]) - 3
     assert tokenizer.decode([last, last + 1, last + 2]) == ""
     assert last not in tokenizer.encode(" the the")
 
 
-def test_chats(tmp_path: Path) -> None:
+def test_chat_templates_of_the_file_are_rendered(tmp_path: Path) -> None:
     key = "tokenizer.chat_template"
-    said = bytes_said(bos_token_id=0) | {key: "{{ bos_token }}" + CHAT_TEMPLATE}
-    said |= {f"{key}.tool_use": "{{ tools[0]['name'] }}", f"{key}s": ["tool_use"]}
-    tokenizer = Tokenizer.load(str(write(tmp_path / "m.gguf", said)))
+    keys = byte_keys(bos_token_id=0) | {key: "{{ bos_token }}" + CHAT_TEMPLATE}
+    keys |= {f"{key}.tool_use": "{{ tools[0]['name'] }}", f"{key}s": ["tool_use"]}
+    tokenizer = Tokenizer.load(str(write(tmp_path / "m.gguf", keys)))
     talk = "<s><|user|>go home</s><|assistant|>it is late</s>"
     assert tokenizer.render_chat(TALK, add_generation_prompt=False) == talk
     assert tokenizer.render_chat(TALK, tools=[{"name": "clock"}]) == "clock"
     for text in (talk, " naïve  café<tool>"):
         assert tokenizer.backend(text)["input_ids"] == tokenizer.encode(text)
     assert tokenizer.backend.name_or_path == str(tmp_path / "m.gguf")
-    del said[f"{key}.tool_use"]
-    assert made(said).render_chat(TALK, add_generation_prompt=False) == talk
+    del keys[f"{key}.tool_use"]
+    assert load(keys).render_chat(TALK, add_generation_prompt=False) == talk
     with pytest.raises(RequestError, match="no chat template"):
-        made(bytes_said()).render_chat(TALK)
+        load(byte_keys()).render_chat(TALK)
 
 
-REFUSED: dict[str, tuple[Callable[[], Metadata], str]] = {
+INVALID: dict[str, tuple[Callable[[], Metadata], str]] = {
     "no tokenizer": (lambda: {}, "tokenizer.ggml.tokens is missing"),
-    "no model": (lambda: bytes_said(model=None), "ggml.model is missing"),
-    "another model": (lambda: bytes_said(model="t5"), "is 't5'; supported: gpt2, llama, gemma4"),
-    "no name of rules": (lambda: bytes_said(pre=None), "ggml.pre is missing"),
-    "unknown rules": (lambda: bytes_said(pre="bloom"), "'bloom'; supported: .* and [0-9]+ more"),
-    "no merges": (lambda: bytes_said(merges=None), "ggml.merges is missing"),
-    "no merges of characters": (lambda: gemma_said(merges=None), "ggml.merges is missing"),
-    "half a merge": (lambda: bytes_said(merges=["Ġthe"]), "'Ġthe', which is no two tokens"),
-    "a merge of unknown tokens": (lambda: bytes_said(merges=["Ġq zz"]), "do not fit.*Ġq"),
-    "tokens that are numbers": (lambda: bytes_said(tokens=[1, 2]), "tokens.*a string"),
-    "no tokens": (lambda: bytes_said(tokens=[], token_type=[]), "for each of 0 tokens"),
-    "too few types": (lambda: bytes_said(token_type=[1]), "token_type must have a number for"),
-    "no types": (lambda: bytes_said(token_type=None), "token_type must have a number for"),
+    "no model": (lambda: byte_keys(model=None), "ggml.model is missing"),
+    "another model": (lambda: byte_keys(model="t5"), "is 't5'; supported: gpt2, llama, gemma4"),
+    "no pre-tokenization": (lambda: byte_keys(pre=None), "ggml.pre is missing"),
+    "an unknown pre": (lambda: byte_keys(pre="bloom"), "'bloom'; supported: .* and [0-9]+ more"),
+    "no merges": (lambda: byte_keys(merges=None), "ggml.merges is missing"),
+    "no merges for gemma4": (lambda: gemma_keys(merges=None), "ggml.merges is missing"),
+    "half a merge": (lambda: byte_keys(merges=["Ġthe"]), "'Ġthe', which is not a pair"),
+    "a merge of unknown tokens": (lambda: byte_keys(merges=["Ġq zz"]), "does not match.*Ġq"),
+    "tokens that are numbers": (lambda: byte_keys(tokens=[1, 2]), "tokens.*a string"),
+    "no tokens": (lambda: byte_keys(tokens=[], token_type=[]), "one per token, and at least one"),
+    "too few types": (lambda: byte_keys(token_type=[1]), "token_type must have .* one per token"),
+    "no types": (lambda: byte_keys(token_type=None), "token_type must have .* one per token"),
     "an unknown type": (
-        lambda: bytes_said(tokens=["a", "b"], token_type=[1, 9]), "has \\[9\\]; known are 1 to 6",
+        lambda: byte_keys(tokens=["a", "b"], token_type=[1, 9]), "has \\[9\\]; supported: 1 to 6",
     ),
     "two tokens of one text": (
-        lambda: bytes_said(tokens=["a", "b", "a"], token_type=[1, 1, 1]), "same text: \\['a'\\]",
+        lambda: byte_keys(tokens=["a", "b", "a"], token_type=[1, 1, 1]), "token twice: \\['a'\\]",
     ),
-    "an id behind the last": (
-        lambda: bytes_said(add_bos_token=True, bos_token_id=9999), "bos_token_id is 9999; .* 0 to",
+    "an id that is too large": (
+        lambda: byte_keys(add_bos_token=True, bos_token_id=9999), "bos_token_id is 9999; .* from 0",
     ),
-    "a negative id": (lambda: bytes_said(eos_token_id=-2), "eos_token_id is -2"),
-    "an id that is text": (lambda: bytes_said(eos_token_id="</s>"), "must be an integer"),
-    "BOS that is added and missing": (
-        lambda: bytes_said(add_bos_token=True), "bos_token_id is missing, though it is added",
+    "a negative id": (lambda: byte_keys(eos_token_id=-2), "eos_token_id is -2"),
+    "an id that is text": (lambda: byte_keys(eos_token_id="</s>"), "must be an integer"),
+    "a missing BOS that is added": (
+        lambda: byte_keys(add_bos_token=True), "bos_token_id is missing, but add_bos_token is True",
     ),
-    "a template that is no text": (
-        lambda: bytes_said() | {"tokenizer.chat_template": 3}, "must be a string, got 3",
+    "a template that is not a string": (
+        lambda: byte_keys() | {"tokenizer.chat_template": 3}, "must be a string, got 3",
     ),
-    "no scores": (lambda: scores_said(scores=None), "scores must have a number for each"),
-    "too many scores": (lambda: scores_said(scores=[0.0] * 9999), "scores must have a number"),
-    "a score that is no number": (
-        lambda: scores_said(scores=[*scores_said()["tokenizer.ggml.scores"][1:], float("nan")]),
-        "scores has a number that is not finite",
+    "no scores": (lambda: score_keys(scores=None), "scores must have .* one per token"),
+    "too many scores": (lambda: score_keys(scores=[0.0] * 9999), "scores must .* one per token"),
+    "a score that is not finite": (
+        lambda: score_keys(scores=[*score_keys()["tokenizer.ggml.scores"][1:], float("nan")]),
+        "scores must have finite numbers",
     ),
-    "no unknown token": (lambda: scores_said(unknown_token_id=NO_ID), "no token in use"),
+    "no unknown token": (lambda: score_keys(unknown_token_id=NO_ID), "not a used token"),
     "an unknown token that is unused": (
-        lambda: scores_said(unknown_token_id=len(scores_said()["tokenizer.ggml.tokens"]) - 1),
-        "no token in use",
+        lambda: score_keys(unknown_token_id=len(score_keys()["tokenizer.ggml.tokens"]) - 1),
+        "not a used token",
     ),
-    "spaces taken away": (lambda: scores_said(remove_extra_whitespaces=True), "all spaces are"),
+    "removed spaces": (lambda: score_keys(remove_extra_whitespaces=True), "is True, which is"),
     "a long token": (
-        lambda: scores_said(tokens=["<unk>", "a" * 9000], token_type=[2, 1], scores=[0.0, 1.0]),
-        "are too long",
+        lambda: score_keys(tokens=["<unk>", "a" * 9000], token_type=[2, 1], scores=[0.0, 1.0]),
+        "has too long tokens",
     ),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("said", "message"), REFUSED.values(), ids=REFUSED)
-def test_a_vocabulary_that_lies_or_is_unknown_is_refused(
-    said: Callable[[], Metadata], message: str
+@pytest.mark.parametrize(("keys", "message"), INVALID.values(), ids=INVALID)
+def test_invalid_and_unknown_metadata_is_rejected(
+    keys: Callable[[], Metadata], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        made(said())
+        load(keys())
 
 
-def test_a_folder_that_holds_one_gguf_needs_no_transformers(tmp_path: Path) -> None:
-    write(tmp_path / "m.gguf", bytes_said())
+def test_a_folder_with_one_gguf_file_is_loaded_without_transformers(tmp_path: Path) -> None:
+    write(tmp_path / "m.gguf", byte_keys())
     code = (
         "import sys; from nanoengine.text.tokenizer import Tokenizer;"
         f"print(Tokenizer.load({str(tmp_path)!r}).encode('the dog'), 'transformers' in sys.modules)"
@@ -481,9 +483,11 @@ def test_a_folder_that_holds_one_gguf_needs_no_transformers(tmp_path: Path) -> N
     assert run.stdout == f"{byte_level().encode('the dog')} False\n", run.stderr
 
 
-def test_a_folder_with_a_tokenizer_of_its_own_keeps_to_it(tmp_path: Path) -> None:
+def test_other_tokenizer_files_of_a_folder_take_precedence_over_its_gguf_file(
+    tmp_path: Path,
+) -> None:
     byte_fallback().backend.save_pretrained(tmp_path)
-    write(tmp_path / "m.gguf", bytes_said())
+    write(tmp_path / "m.gguf", byte_keys())
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
     loaded = Tokenizer.load(str(tmp_path))
     assert loaded.encode("the dog") == byte_fallback().encode("the dog")

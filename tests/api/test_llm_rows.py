@@ -60,8 +60,11 @@ BAD_ROWS: list[tuple[Any, str]] = [
     ([5] * 90, "the prompt of 90 tokens needs 12 KV blocks"),
     ({"messages": []}, "a conversation must be a list"),
     ({"messages": [{"role": 5}]}, "a message must be a dict"),
-    ({"messages": TALK, "chat_template_kwargs": 5}, "must be a dict by names, got 5"),
-    ({"messages": TALK, "chat_template_kwargs": {5: 1}}, "must be a dict by names, got {5: 1}"),
+    ({"messages": TALK, "chat_template_kwargs": 5}, "must be a dict with string keys, got 5"),
+    (
+        {"messages": TALK, "chat_template_kwargs": {5: 1}},
+        "must be a dict with string keys, got {5: 1}",
+    ),
     ({"messages": TALK, "chat_template_kwargs": {"messages": 1}}, "can't set 'messages'"),
     ({"messages": TALK, "chat_template": 5}, "chat_template must"),
     ({"messages": TALK, "chat_template": "{{ 1 / 0 }}"}, "the chat template refused"),
@@ -166,7 +169,7 @@ def test_a_message_that_the_template_drops_fails_only_its_row(llm: LLM) -> None:
     options: dict[str, Any] = {"chat_template": users_alone, "use_tqdm": False}
     first, second = llm.chat(talks, LONG, on_error="record", **options)
     assert first.error is None and first.prompt == "go home"
-    assert "leaves out the content of messages[0] with role 'system'" in (second.error or "")
+    assert "drops the content of messages[0] with role 'system'" in (second.error or "")
 
 
 # --- entry points ---------------------------------------------------------------------------------

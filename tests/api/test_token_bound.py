@@ -1,4 +1,4 @@
-"""A lower bound on a text's tokens: never above the true count, and high for very long texts."""
+"""The lower bound of tokens never exceeds their number, and is high for very long texts."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from tests.support.text_fixtures import KINDS, byte_fallback, byte_level
 
 
 def changed(tokenizer: Tokenizer, *added: dict[str, Any], **parts: Any) -> Tokenizer:
-    """Returns a tokenizer with other parts and more tokens."""
+    """A copy of a tokenizer with other parts and additional tokens."""
     spec = json.loads(tokenizer.definition()) | parts
     token = {"special": False, "single_word": False, "lstrip": False, "rstrip": False}
     token |= {"normalized": False}
-    first = max((one["id"] for one in spec["added_tokens"]), default=0)
+    first = max((each["id"] for each in spec["added_tokens"]), default=0)
     first = max(first, *spec["model"]["vocab"].values()) + 1
-    spec["added_tokens"] += [{"id": first + i, **token, **one} for i, one in enumerate(added)]
+    spec["added_tokens"] += [{"id": first + i, **token, **new} for i, new in enumerate(added)]
     raw = RawTokenizer.from_str(json.dumps(spec))
     return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=raw))
 
@@ -40,7 +40,7 @@ PREPEND = {"type": "Prepend", "prepend": "▁"}
 BLANKS = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
 LETTERS = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
 DIGITS = {"type": "Digits", "individual_digits": False}
-BOUND = {
+TOKENIZERS = {
     **{name: make() for name, make in KINDS.items()},
     "nfc": changed(byte_level(), {"content": "<a>"}, normalizer=NFC),
     "strips": changed(
@@ -74,31 +74,33 @@ PIECES = [
 ]
 
 
-BOUNDS = {name: TokenBound(tokenizer) for name, tokenizer in BOUND.items()}
+BOUNDS = {name: TokenBound(tokenizer) for name, tokenizer in TOKENIZERS.items()}
 
 
 def is_bound(name: str, text: str) -> bool:
     """Whether a text has at least as many tokens as the bound."""
-    return BOUNDS[name].lower_bound(text) <= len(BOUND[name].encode(text, add_special_tokens=False))
+    return BOUNDS[name].lower_bound(text) <= len(
+        TOKENIZERS[name].encode(text, add_special_tokens=False)
+    )
 
 
-@pytest.mark.parametrize("name", BOUND)
+@pytest.mark.parametrize("name", TOKENIZERS)
 @given(pieces=st.lists(st.sampled_from(PIECES), max_size=12))
-def test_no_text_has_fewer_tokens_than_it_must(name: str, pieces: list[str]) -> None:
+def test_no_text_has_fewer_tokens_than_the_bound(name: str, pieces: list[str]) -> None:
     assert is_bound(name, "".join(pieces))
 
 
-@pytest.mark.parametrize("name", BOUND)
-def test_no_repeated_text_has_fewer_tokens_than_it_must(name: str) -> None:
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_no_repeated_text_has_fewer_tokens_than_the_bound(name: str) -> None:
     assert all(is_bound(name, piece * times) for piece in PIECES for times in (1, 9))
 
 
-@pytest.mark.parametrize("name", BOUND)
-def test_long_texts_have_many_tokens(name: str) -> None:
-    """The longest tokens are 16 bytes; four normalizers may turn one character into 81."""
-    most = 3000 if name == "normalized" else 40
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_the_bound_of_long_texts_is_high(name: str) -> None:
+    """The longest tokens have 16 bytes; four normalizers may replace a character by 81."""
+    divisor = 3000 if name == "normalized" else 40
     for text in ("x" * 10_000, "the dog and the cat " * 500, "你好" * 5000):
-        assert BOUNDS[name].lower_bound(text) >= len(text) // most
+        assert BOUNDS[name].lower_bound(text) >= len(text) // divisor
 
 
 REMOVED = {"type": "Split", "pattern": {"String": "x"}, "behavior": "Removed", "invert": False}
@@ -118,19 +120,19 @@ REMOVED = {"type": "Split", "pattern": {"String": "x"}, "behavior": "Removed", "
     ],
     ids=lambda parts: next(iter(parts)),
 )
-def test_nothing_is_told_of_a_tokenizer_that_may_drop_text(parts: dict[str, Any]) -> None:
+def test_a_tokenizer_that_may_drop_text_has_no_bound(parts: dict[str, Any]) -> None:
     assert TokenBound(changed(byte_level(), **parts)).lower_bound("x" * 1000) == 0
 
 
-def test_nothing_is_told_of_a_vocabulary_that_lacks_letters_or_has_affixes() -> None:
+def test_a_vocabulary_without_byte_tokens_or_with_affixes_has_no_bound() -> None:
     spec = json.loads(byte_fallback().definition())
     for change in ({"byte_fallback": False}, {"end_of_word_suffix": "</w>"}):
         model = copy.deepcopy(spec["model"]) | change
         assert TokenBound(changed(byte_fallback(), model=model)).lower_bound("x" * 1000) == 0
 
 
-def test_nfc_leaves_the_ranges_alone_that_it_is_said_to() -> None:
-    """Each character is unchanged by NFC and composes with no character before it."""
+def test_nfc_does_not_change_the_inert_ranges() -> None:
+    """NFC changes none of these characters, and composes none with the character before it."""
     inert = re.compile(f"[{INERT}]")
     chars = [c for c in map(chr, range(0x110000)) if inert.match(c)]
     assert all(unicodedata.normalize("NFC", c) == c and not unicodedata.combining(c) for c in chars)
@@ -140,15 +142,15 @@ def test_nfc_leaves_the_ranges_alone_that_it_is_said_to() -> None:
     assert not inert.search("".join(map(chr, range(0x1161, 0x11C3))))  # Hangul, by arithmetic
 
 
-# --- where the bound is used ----------------------------------------------------------------------
+# --- use of the bound ----------------------------------------------------------------------
 
 LONG = "the dog " * 10_000
 
 
-def test_a_prompt_that_is_too_long_by_far_is_not_encoded(
+def test_a_prompt_that_is_far_too_long_is_not_encoded(
     make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Regression: 15 MB of text took 54 s and 4.2 GiB before it was refused."""
+    """Regression: a text of 15 MB was rejected only after 54 s and with 4.2 GiB."""
     llm = make_llm({"one": "two"})
     encode, lengths = Tokenizer.encode, []
 

@@ -1,4 +1,4 @@
-"""Detokenization and stop strings: exact for every tokenizer type, incremental or at once."""
+"""Detokenization and stop strings are exact for every kind of tokenizer, incremental or at once."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def raw_ids(tokenizer: Tokenizer, text: str) -> list[int]:
 def stream_text(
     stream: TextStream, token_ids: list[int], *, ends: bool = False
 ) -> tuple[str, list[str]]:
-    """Returns the final text and the text after each token. With `ends`, the last id ends the
-    output, so the engine does not append it."""
+    """The final text, and the text after each token. With `ends`, the last id ends the output, so
+    the engine does not append it."""
     shown = []
     for token_id in token_ids[: len(token_ids) - ends]:
         stop = stream.append(token_id)
@@ -62,7 +62,7 @@ def assert_only_grows(shown: list[str], final: str) -> None:
 def test_streamed_text_equals_the_one_shot_decode(
     kind: str, data: st.DataObject, skip: bool, prompt: str
 ) -> None:
-    """Models may sample any token: broken characters, partial byte sequences, special tokens."""
+    """A model may sample any token: invalid bytes, incomplete characters, special tokens."""
     tokenizer = KINDS[kind]()
     bytes_or_any = st.one_of(
         st.integers(0, len(tokenizer.backend) - 1),
@@ -84,9 +84,9 @@ BYTE_LEVEL_NAMES = {
 
 
 @given(data=st.lists(st.sampled_from(sorted(BYTE_LEVEL_NAMES)), max_size=60))
-@example([0xFF] * 4 + [0xE2, 0x82] + [0xFF] * 30)  # E2 82 is one broken character, not two
+@example([0xFF] * 4 + [0xE2, 0x82] + [0xFF] * 30)  # E2 82 is one invalid character, not two
 @settings(max_examples=200, deadline=None)
-def test_long_runs_of_broken_bytes_stay_exact_and_late_by_few_tokens(data: list[int]) -> None:
+def test_long_runs_of_invalid_bytes_are_exact_and_delayed_by_few_tokens(data: list[int]) -> None:
     tokenizer = byte_level()
     ids = tokenizer.backend.convert_tokens_to_ids([BYTE_LEVEL_NAMES[byte] for byte in data])
     stream = TextStream(tokenizer, SamplingParams(), prompt_token_ids=raw_ids(tokenizer, "a"))
@@ -114,7 +114,7 @@ def test_an_output_keeps_the_space_of_its_first_word(kind: str) -> None:
     assert text == " dog"
 
 
-def test_an_output_that_begins_the_text_has_no_space_of_the_tokenizer() -> None:
+def test_an_output_at_the_start_of_a_text_has_no_leading_space() -> None:
     tokenizer = byte_fallback()
     ids, bos = raw_ids(tokenizer, "the dog"), [tokenizer.backend.bos_token_id]
     params = SamplingParams()
@@ -126,26 +126,26 @@ def test_an_output_that_begins_the_text_has_no_space_of_the_tokenizer() -> None:
 def run_stops(
     tokenizer: Tokenizer, text: str, **params: object
 ) -> tuple[str, int, str | None, list[str]]:
-    """Returns text, number of tokens, stop reason, and the text after each token."""
+    """The text, the number of tokens, the stop reason, and the text after each token."""
     sampling = SamplingParams(**params)  # type: ignore[arg-type]
     stream = TextStream(tokenizer, sampling, prompt_token_ids=raw_ids(tokenizer, "a"))
-    shown, reason, taken = [], None, 0
+    shown, reason, num_tokens = [], None, 0
     for token_id in raw_ids(tokenizer, text):
-        reason, taken = stream.append(token_id), taken + 1
+        reason, num_tokens = stream.append(token_id), num_tokens + 1
         shown.append(stream.text)
         if reason is not None:
             break
-    return stream.finish(), taken, reason, shown
+    return stream.finish(), num_tokens, reason, shown
 
 
-def test_peer_bug_23_stop_strings_end_the_text_across_tokens() -> None:
+def test_a_stop_string_across_several_tokens_ends_the_text() -> None:
     tokenizer = byte_level()
     text = "it is late, go home.\n\nUser: what"
-    final, taken, reason, shown = run_stops(tokenizer, text, stop=["\n\nUser:"])
+    final, num_tokens, reason, shown = run_stops(tokenizer, text, stop=["\n\nUser:"])
     assert (final, reason) == ("it is late, go home.", "\n\nUser:")
     ids = raw_ids(tokenizer, text)
-    assert "User:" in tokenizer.decode(ids[:taken])
-    assert "User:" not in tokenizer.decode(ids[: taken - 1])
+    assert "User:" in tokenizer.decode(ids[:num_tokens])
+    assert "User:" not in tokenizer.decode(ids[: num_tokens - 1])
     assert_only_grows(shown, final)
 
 
@@ -159,13 +159,13 @@ def test_include_stop_str_in_output_keeps_exactly_the_match() -> None:
 @pytest.mark.parametrize(
     ("stop", "expected", "reason"),
     [
-        (["g", "o"], "d", "o"),  # Both in one token: the earlier end wins.
-        (["dog", "g", "og"], "", "dog"),  # Equal ends: the order of the list decides.
+        (["g", "o"], "d", "o"),  # Both are in one token: the one that ends first is used.
+        (["dog", "g", "og"], "", "dog"),  # Both end at the same character: the first in the list.
         (["og", "dog"], "d", "og"),
         (["cat", "dog"], "", "dog"),
     ],
 )
-def test_the_earliest_stop_string_wins_then_the_order(
+def test_the_stop_string_that_ends_first_is_used_then_the_order_of_the_list(
     stop: list[str], expected: str, reason: str
 ) -> None:
     tokenizer = byte_fallback()
@@ -178,7 +178,7 @@ def test_the_earliest_stop_string_wins_then_the_order(
 @kinds
 @given(text=texts, stops=st.lists(st.text(min_size=1, max_size=4), min_size=1, max_size=3))
 @settings(max_examples=150, deadline=None)
-def test_stop_strings_cut_at_the_first_prefix_that_completes_one(
+def test_the_text_ends_at_the_first_prefix_that_completes_a_stop_string(
     kind: str, text: str, stops: list[str]
 ) -> None:
     tokenizer = KINDS[kind]()
@@ -186,41 +186,41 @@ def test_stop_strings_cut_at_the_first_prefix_that_completes_one(
         return
     anchored = raw_ids(tokenizer, "a")
     ids = raw_ids(tokenizer, text)
-    final, taken, reason, shown = run_stops(tokenizer, text, stop=stops)
+    final, num_tokens, reason, shown = run_stops(tokenizer, text, stop=stops)
     assert_only_grows(shown, final)
     for count in range(1, len(ids) + 1):
         prefix = tokenizer.output_text(ids[:count], SamplingParams(), prompt_token_ids=anchored)
         hits = [(prefix.find(s) + len(s), i, s) for i, s in enumerate(stops) if s in prefix]
         if hits:
             end, _, stop = min(hits)
-            assert (taken, reason, final) == (count, stop, prefix[: end - len(stop)])
+            assert (num_tokens, reason, final) == (count, stop, prefix[: end - len(stop)])
             return
     assert reason is None
     assert final == tokenizer.output_text(ids, SamplingParams(), prompt_token_ids=anchored)
 
 
-def test_a_newline_byte_token_stops_at_once() -> None:
-    final, taken, reason, _ = run_stops(byte_fallback(), "a\na", stop=["\n"])
+def test_a_byte_token_of_a_newline_stops_immediately() -> None:
+    final, num_tokens, reason, _ = run_stops(byte_fallback(), "a\na", stop=["\n"])
     assert (final, reason) == (" a", "\n")
-    assert raw_ids(byte_fallback(), "a\na")[taken - 1] in byte_fallback().byte_ids
+    assert raw_ids(byte_fallback(), "a\na")[num_tokens - 1] in byte_fallback().byte_ids
 
 
-def test_text_shown_while_streaming_never_holds_part_of_a_stop_string() -> None:
+def test_streamed_text_never_has_a_part_of_a_stop_string() -> None:
     final, _, _, shown = run_stops(byte_fallback(), "a dog. og", stop=["og!", "."])
     assert final == " a dog"
     assert all(not text.endswith(("o", "og")) for text in shown[:-1])
 
 
-def test_min_tokens_ignores_stop_strings_before_it() -> None:
+def test_stop_strings_before_min_tokens_are_ignored() -> None:
     tokenizer = byte_fallback()
     text = "dog dog dog dog"
-    _, taken, _, _ = run_stops(tokenizer, text, stop=["dog"])
-    assert taken == 1
-    final, taken, reason, _ = run_stops(tokenizer, text, stop=["dog"], min_tokens=3)
-    assert (final, taken, reason) == (" dog dog ", 3, "dog")
+    _, num_tokens, _, _ = run_stops(tokenizer, text, stop=["dog"])
+    assert num_tokens == 1
+    final, num_tokens, reason, _ = run_stops(tokenizer, text, stop=["dog"], min_tokens=3)
+    assert (final, num_tokens, reason) == (" dog dog ", 3, "dog")
 
 
-def test_peer_bug_23_eos_text_is_not_in_the_answer() -> None:
+def test_the_text_of_eos_is_not_in_the_output() -> None:
     tokenizer = byte_level()
     eos = tokenizer.backend.eos_token_id
     ids = [*raw_ids(tokenizer, "go home."), eos]
@@ -232,8 +232,8 @@ def test_peer_bug_23_eos_text_is_not_in_the_answer() -> None:
 
 
 @pytest.mark.parametrize("skip", [True, False])
-def test_an_end_id_before_min_tokens_is_text_like_any_other(skip: bool) -> None:
-    """A complete grammar allows only end ids there; only the last id ends the output."""
+def test_an_end_id_before_min_tokens_is_decoded_like_other_tokens(skip: bool) -> None:
+    """If a grammar is complete, only end ids are allowed; only the last id ends the output."""
     tokenizer = byte_level()
     eos = tokenizer.backend.eos_token_id
     ids = [*raw_ids(tokenizer, "go"), eos, eos, eos]
@@ -244,7 +244,7 @@ def test_an_end_id_before_min_tokens_is_text_like_any_other(skip: bool) -> None:
     assert expected == ("go" if skip else tokenizer.decode(ids[:-1], skip_special_tokens=False))
 
 
-def test_a_stop_tokens_text_is_kept_only_when_asked_for() -> None:
+def test_the_text_of_a_stop_token_is_included_only_with_include_stop_str_in_output() -> None:
     tokenizer = byte_level()
     ids = raw_ids(tokenizer, "go home.")
     end = {ids[-1]}
@@ -256,7 +256,7 @@ def test_a_stop_tokens_text_is_kept_only_when_asked_for() -> None:
         assert tokenizer.output_text(ids, params, end_ids=end) == expected
 
 
-def test_special_tokens_show_by_name_when_not_skipped() -> None:
+def test_special_tokens_that_are_not_skipped_decode_to_their_names() -> None:
     tokenizer = byte_level()
     ids = [tokenizer.backend.convert_tokens_to_ids("<|user|>"), *raw_ids(tokenizer, "go")]
     assert tokenizer.output_text(ids, SamplingParams()) == "go"
@@ -275,22 +275,22 @@ def test_bad_words_are_spelled_with_and_without_a_space() -> None:
     assert [tokenizer.decode(ids) for ids in spellings] == ["dog", " dog"]
 
 
-def test_encode_refuses_lone_surrogates() -> None:
+def test_encode_rejects_lone_surrogates() -> None:
     with pytest.raises(RequestError, match="UTF-8"):
         byte_level().encode("a\ud800b")
 
 
-def test_a_pattern_that_gives_up_on_a_text_is_that_texts_error() -> None:
-    """The library panics, and its panic exception is no subclass of Exception."""
+def test_a_regular_expression_that_fails_on_a_text_raises_an_error() -> None:
+    """The library panics, and the class of panics is not a subclass of Exception."""
     raw = RawTokenizer.from_str(byte_level().definition())
     raw.pre_tokenizer = pre_tokenizers.Split(Regex("(a+)+$"), "isolated")
     tokenizer = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="</s>"))
-    with pytest.raises(RequestError, match=r"the tokenizer gave up on the text: .*retry-limit"):
+    with pytest.raises(RequestError, match=r"the tokenizer failed on the text: .*retry-limit"):
         tokenizer.encode("a" * 40 + "b")
     assert tokenizer.encode("ab")
 
 
-def test_chat_template_is_rendered_or_its_absence_named() -> None:
+def test_a_chat_template_is_rendered_or_an_error_says_that_it_is_missing() -> None:
     tokenizer = byte_level()
     messages = [{"role": "user", "content": "go home"}]
     with pytest.raises(RequestError, match="no chat template"):
@@ -317,7 +317,7 @@ TOO_MUCH = {
 
 
 @pytest.mark.parametrize("what", TOO_MUCH)
-def test_a_chat_template_takes_no_more_time_or_memory_than_it_may(
+def test_time_and_memory_of_a_chat_template_are_limited(
     what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     template, message = TOO_MUCH[what]
@@ -331,27 +331,27 @@ def test_a_chat_template_takes_no_more_time_or_memory_than_it_may(
     assert tokenizer.render_chat(messages) == "<|user|>go home</s><|assistant|>"
 
 
-def test_a_chat_template_sees_what_the_library_would_show_it() -> None:
-    def look(where: str) -> str:
-        """Looks.
+def test_a_chat_template_has_the_same_variables_as_in_transformers() -> None:
+    def weather(city: str) -> str:
+        """Weather.
 
         Args:
-            where: the place.
+            city: the city.
         """
-        return where
+        return city
 
     tokenizer, talk = byte_level(), [{"role": "user", "content": "é\ud83d"}]
     template = (
         "{{ bos_token }} {{ messages }} {{ tools }} {{ a[2] }} {{ messages[0].role | tojson }}"
     )
-    options: dict[str, Any] = {"chat_template": template, "tools": [look, {"name": "x"}]}
+    options: dict[str, Any] = {"chat_template": template, "tools": [weather, {"name": "x"}]}
     expected = tokenizer.backend.apply_chat_template(talk, tokenize=False, a={2: 3}, **options)
     assert tokenizer.render_chat(talk, a={2: 3}, **options) == expected
-    assert "the place" in expected
+    assert "the city" in expected
 
 
 @pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")  # since Python 3.12
-def test_a_renderer_outlives_interrupts_and_the_death_of_its_process() -> None:
+def test_a_renderer_works_after_interrupts_and_after_its_process_ended() -> None:
     renderer = rendering.Renderer("row")
 
     def interrupted() -> None:
@@ -363,7 +363,7 @@ def test_a_renderer_outlives_interrupts_and_the_death_of_its_process() -> None:
         interrupted()
     assert renderer.render("a{{ x }}", {"x": 2}) == "a2"
     threading.Timer(0.2, renderer.begin().kill).start()
-    with pytest.raises(ValueError, match="ended with -9"):
+    with pytest.raises(ValueError, match="exited with -9"):
         renderer.render(LOOPS, {})
     assert renderer.render("a{{ x }}", {"x": 3}) == "a3"
     process = renderer.begin()
@@ -379,10 +379,10 @@ def test_a_renderer_outlives_interrupts_and_the_death_of_its_process() -> None:
 @pytest.mark.parametrize("normalized", [False, True])
 @given(data=st.data())
 @settings(max_examples=100, deadline=None)
-def test_special_tokens_that_are_normalized_are_skipped_in_streams_and_at_once(
+def test_special_tokens_that_are_marked_as_normalized_are_skipped(
     normalized: bool, data: st.DataObject
 ) -> None:
-    """Raw Llama 2 files mark special tokens as normalized; the library does not skip those."""
+    """As in raw files of Llama 2; the library does not skip such tokens."""
     raw = RawTokenizer.from_str(byte_fallback().backend.backend_tokenizer.to_str())
     raw.add_special_tokens(
         [AddedToken(name, special=True, normalized=normalized) for name in ("<s>", "</s>", "<unk>")]
@@ -398,7 +398,7 @@ def test_special_tokens_that_are_normalized_are_skipped_in_streams_and_at_once(
         assert not skip or "</s>" not in final
 
 
-def test_a_checkpoint_without_tokenizer_files_is_refused(tmp_path: Path) -> None:
+def test_a_checkpoint_without_tokenizer_files_is_rejected(tmp_path: Path) -> None:
     for model_type in ("qwen3", "qwen2", "gemma3_text", "llama", "mistral"):
         directory = tmp_path / model_type
         directory.mkdir()
@@ -412,22 +412,24 @@ def test_a_checkpoint_without_tokenizer_files_is_refused(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("name", ["tokenizer_config.json", "tokenizer.json", "chat_template.jinja",
                                   "config.json", "added_tokens.json"])  # fmt: skip
-def test_a_fifo_among_the_tokenizers_files_is_not_waited_for(name: str, tmp_path: Path) -> None:
+def test_a_fifo_among_the_tokenizer_files_does_not_block(name: str, tmp_path: Path) -> None:
     byte_level().backend.save_pretrained(tmp_path)
     (tmp_path / "link").symlink_to("nowhere")
     (tmp_path / name).unlink(missing_ok=True)
     os.mkfifo(tmp_path / name)
-    with pytest.raises(ConfigError, match=f"{name} is no regular file"):
+    with pytest.raises(ConfigError, match=f"{name} is not a regular file"):
         Tokenizer.load(str(tmp_path))
     (tmp_path / name).unlink()
     (tmp_path / name).symlink_to("/dev/zero")
-    with pytest.raises(ConfigError, match=f"{name} is no regular file"):
+    with pytest.raises(ConfigError, match=f"{name} is not a regular file"):
         Tokenizer.load(str(tmp_path))
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja",
                                   "merges.txt"])  # fmt: skip
-def test_a_git_lfs_pointer_among_the_tokenizers_files_is_named(name: str, tmp_path: Path) -> None:
+def test_an_error_names_a_git_lfs_pointer_among_the_tokenizer_files(
+    name: str, tmp_path: Path
+) -> None:
     byte_level().backend.save_pretrained(tmp_path)
     (tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\n")
     with pytest.raises(ConfigError, match=f"{name} can't be read: it is a Git LFS pointer"):
@@ -445,7 +447,7 @@ def test_a_git_lfs_pointer_among_the_tokenizers_files_is_named(name: str, tmp_pa
         (b'{"model_type": "llama",}', "config.json is not valid JSON: .*line 1 column 24"),
     ],
 )
-def test_a_wrong_config_is_told_and_not_blamed_on_the_tokenizer(
+def test_an_invalid_config_raises_an_error_about_the_config(
     content: bytes, message: str, tmp_path: Path
 ) -> None:
     (tmp_path / "config.json").write_bytes(content)
@@ -455,7 +457,7 @@ def test_a_wrong_config_is_told_and_not_blamed_on_the_tokenizer(
 
 @pytest.mark.parametrize("name", ["tokenizer_config.json", "tokenizer.json", "config.json"])
 @pytest.mark.parametrize("content", ["[" * 200_000, '{"a": ' * 200_000, "5", "\xff", ""])
-def test_a_damaged_tokenizer_file_is_a_clear_error(name: str, content: str, tmp_path: Path) -> None:
+def test_a_damaged_tokenizer_file_is_rejected(name: str, content: str, tmp_path: Path) -> None:
     byte_level().backend.save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     (tmp_path / name).write_bytes(content.encode("latin-1"))
@@ -463,7 +465,7 @@ def test_a_damaged_tokenizer_file_is_a_clear_error(name: str, content: str, tmp_
         Tokenizer.load(str(tmp_path))
 
 
-def test_a_tokenizer_may_be_in_the_home_folder(
+def test_a_tokenizer_in_the_home_folder_is_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -475,9 +477,9 @@ def test_a_tokenizer_may_be_in_the_home_folder(
 
 
 @pytest.mark.parametrize("name", ["/no/such", "./no", "~/no", "no/", "a/b/c", "tokenizer.json/"])
-def test_a_name_that_is_no_hub_id_is_told_as_a_directory(name: str) -> None:
-    """Regression: the hub library's message listed the characters that an id may have."""
+def test_a_name_that_is_not_a_hub_id_raises_an_error_about_a_directory(name: str) -> None:
+    """Regression: the message was about the characters that are allowed in a hub id."""
     with pytest.raises(
-        ConfigError, match=r"(?s)is no directory that exists, .*skip_tokenizer_init"
+        ConfigError, match=r"(?s)is not an existing directory, .*skip_tokenizer_init"
     ):
         Tokenizer.load(name)

@@ -1,4 +1,4 @@
-"""A tokenizer.json loaded without transformers: equal in every method, or left to transformers."""
+"""A tokenizer.json is loaded without transformers with equal results, or with transformers."""
 
 from __future__ import annotations
 
@@ -27,29 +27,29 @@ TALK = [{"role": "user", "content": "go home"}, {"role": "assistant", "content":
 
 
 def save(directory: Path, kind: str = "byte_level", model_type: str = "llama") -> Path:
-    """Saves a tokenizer with transformers, and a config.json with the model type."""
+    """Saves a tokenizer with transformers, and a config.json with this model type."""
     KINDS[kind]().backend.save_pretrained(directory)
     (directory / "config.json").write_text(json.dumps({"model_type": model_type}))
     return directory
 
 
 def change(directory: Path, name: str, **values: Any) -> None:
-    """Sets entries in one of the directory's JSON files; None removes an entry."""
+    """Sets keys in a JSON file of the directory; None removes a key."""
     found = json.loads((directory / name).read_text(encoding="utf-8")) | values
-    kept = {key: value for key, value in found.items() if value is not None}
-    (directory / name).write_text(json.dumps(kept), encoding="utf-8")
+    remaining = {key: value for key, value in found.items() if value is not None}
+    (directory / name).write_text(json.dumps(remaining), encoding="utf-8")
 
 
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Tokenizer, Tokenizer]]:
-    """Returns pairs of tokenizers: without transformers, and with it."""
-    places = {kind: save(tmp_path_factory.mktemp(kind), kind) for kind in KINDS}
-    places["demo"] = demo_model_path()
+    """Per kind the tokenizer loaded without transformers, and with it."""
+    folders = {kind: save(tmp_path_factory.mktemp(kind), kind) for kind in KINDS}
+    folders["demo"] = demo_model_path()
     found = {}
-    for kind, place in places.items():
-        file = find_file(place)
+    for kind, folder in folders.items():
+        file = find_file(folder)
         assert file is not None, kind
-        found[kind] = Tokenizer(file), Tokenizer(AutoTokenizer.from_pretrained(place))
+        found[kind] = Tokenizer(file), Tokenizer(AutoTokenizer.from_pretrained(folder))
     return found
 
 
@@ -65,7 +65,7 @@ kinds = pytest.mark.parametrize("kind", [*KINDS, "demo"])
 @kinds
 @given(text=TEXTS, special=st.booleans(), data=st.data())
 @settings(max_examples=60, deadline=None)
-def test_ids_and_texts_equal_those_of_transformers(pairs, kind, text, special, data) -> None:  # type: ignore[no-untyped-def]
+def test_ids_and_texts_equal_transformers(pairs, kind, text, special, data) -> None:  # type: ignore[no-untyped-def]
     plain, full = pairs[kind]
     ids = plain.encode(text, add_special_tokens=special)
     assert ids == full.encode(text, add_special_tokens=special)
@@ -78,7 +78,7 @@ def test_ids_and_texts_equal_those_of_transformers(pairs, kind, text, special, d
 
 
 @kinds
-def test_what_is_known_of_tokens_is_equal(pairs, kind) -> None:  # type: ignore[no-untyped-def]
+def test_properties_of_tokens_equal_transformers(pairs, kind) -> None:  # type: ignore[no-untyped-def]
     plain, full = pairs[kind]
     for name in ("special_ids", "byte_ids", "anchor", "eos_token"):
         assert getattr(plain, name) == getattr(full, name), name
@@ -90,7 +90,7 @@ def test_what_is_known_of_tokens_is_equal(pairs, kind) -> None:  # type: ignore[
 
 
 @pytest.mark.parametrize("model_type", sorted(MODEL_TYPES))
-def test_transformers_too_takes_the_class_that_the_checkpoint_names(
+def test_transformers_uses_the_class_that_the_checkpoint_names(
     tmp_path: Path, model_type: str
 ) -> None:
     found = AutoTokenizer.from_pretrained(save(tmp_path, model_type=model_type))
@@ -108,14 +108,14 @@ def test_chats_are_rendered_by_transformers(tmp_path: Path) -> None:
 
 
 CONFIG, SAVED = "tokenizer_config.json", "tokenizer.json"
-REFUSED: dict[str, Callable[[Path], object]] = {
+INCOMPLETE: dict[str, Callable[[Path], object]] = {
     "another class": lambda path: change(path, CONFIG, tokenizer_class="LlamaTokenizer"),
     "an unknown setting": lambda path: change(path, CONFIG, split_special_tokens=True),
     "a token that is not in the vocabulary": lambda path: change(path, CONFIG, pad_token="<pad>"),
     "a token that is not special": lambda path: change(path, CONFIG, pad_token="<tool>"),
     "a token with properties": lambda path: change(path, CONFIG, eos_token={"content": "</s>"}),
     "named extra tokens": lambda path: change(path, CONFIG, extra_special_tokens={"tool": "<s>"}),
-    "tokens of its own code": lambda path: change(path, CONFIG, auto_map={"AutoTokenizer": "x.Y"}),
+    "custom code": lambda path: change(path, CONFIG, auto_map={"AutoTokenizer": "x.Y"}),
     "another model": lambda path: change(path, "config.json", model_type="qwen2"),
     "no model": lambda path: (path / "config.json").unlink(),
     "no settings": lambda path: (path / CONFIG).unlink(),
@@ -134,8 +134,8 @@ REFUSED: dict[str, Callable[[Path], object]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("change_it", REFUSED.values(), ids=REFUSED)
-def test_whatever_else_there_is_goes_to_transformers(
+@pytest.mark.parametrize("change_it", INCOMPLETE.values(), ids=INCOMPLETE)
+def test_other_checkpoints_are_left_to_transformers(
     tmp_path: Path, change_it: Callable[[Path], object]
 ) -> None:
     assert find_file(save(tmp_path)) is not None
@@ -143,13 +143,13 @@ def test_whatever_else_there_is_goes_to_transformers(
     assert find_file(tmp_path) is None
 
 
-def test_a_damaged_tokenizer_is_explained_as_before(tmp_path: Path) -> None:
+def test_an_error_names_a_damaged_tokenizer_file(tmp_path: Path) -> None:
     (save(tmp_path) / SAVED).write_text("{")
     with pytest.raises(ConfigError, match=r"tokenizer\.json is not valid JSON"):
         Tokenizer.load(str(tmp_path))
 
 
-def test_a_special_token_of_the_vocabulary_alone_is_not_enough(tmp_path: Path) -> None:
+def test_an_extra_special_token_must_be_special_in_the_vocabulary(tmp_path: Path) -> None:
     backend = AutoTokenizer.from_pretrained(save(tmp_path))
     backend.add_tokens([AddedToken("<new>", special=False)])
     backend.save_pretrained(tmp_path)
@@ -157,7 +157,7 @@ def test_a_special_token_of_the_vocabulary_alone_is_not_enough(tmp_path: Path) -
     assert find_file(tmp_path) is None
 
 
-def test_the_first_token_comes_without_transformers() -> None:
+def test_generating_does_not_import_transformers() -> None:
     code = (
         "import sys; from nanoengine import LLM, SamplingParams;"
         "from nanoengine.assets import demo_model_path as model;"

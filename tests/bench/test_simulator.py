@@ -61,7 +61,7 @@ def test_memory_does_not_grow_with_the_workload(length_cap):
             yield item
 
     assert simulate(pulled(), scheduler, length_cap=length_cap).requests == 200
-    assert max(alive) <= 8 + 8 + 8, "those that run, those ahead of them, those just finished"
+    assert max(alive) <= 8 + 8 + 8, "running requests, queued ones, and just finished ones"
 
 
 def test_a_request_that_is_too_large_is_counted_and_the_others_run():
@@ -113,7 +113,15 @@ def test_simulate_prints_a_report(tmp_path, capsys):
     bench = tmp_path / "bench.json"
     columns = {"tokens": [1, 8, 3], "context_tokens": [9, 8, 30], "seconds": [0.5, 0.5, 0.5]}
     bench.write_text(json.dumps({"step_records": columns}))
-    arguments = ["simulate", "--num-blocks", "20", "--workload", str(rows), "--fit", str(bench)]
+    arguments = [
+        "simulate",
+        "--num-blocks",
+        "20",
+        "--workload",
+        str(rows),
+        "--step-times",
+        str(bench),
+    ]
     assert main([*arguments, "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert (report["output_tokens"], report["steps"]) == (17, 12)

@@ -93,7 +93,7 @@ def test_the_report_shows_drafts_and_the_smoke_scale(llm: LLM) -> None:
     assert report["notes"][0].startswith("smoke scale: 6 requests")
     assert "drafts" not in format_report(report)
     report["counters"] |= {"drafted_tokens": 1000, "accepted_tokens": 250, "saved_steps": 240}
-    assert "\ndrafts          1,000 tokens, 25.0% of them right: 240 steps" in format_report(report)
+    assert "\ndrafts          1,000 tokens, 25.0% accepted: 240 steps" in format_report(report)
 
 
 def test_the_median_round_is_reported_and_also_run_alternates(llm: LLM) -> None:

@@ -296,5 +296,5 @@ def test_a_run_is_timed_and_counted():
 
 
 def test_a_peer_that_stops_early_is_an_error():
-    with pytest.raises(SystemExit, match=r"W1: output lengths \[1\], asked for \[2\]"):
+    with pytest.raises(SystemExit, match=r"W1: output lengths \[1\], expected \[2\]"):
         harness.measure("W1", [([1], 2)], lambda _: [[7]])

@@ -62,8 +62,8 @@ def test_engines_alternate_and_a_missing_one_is_reported_once():
     labels = ["nanoengine", "nano-vllm", "vllm", "nano-vllm, FA3"]
     peers = [next(p for p in run_all.PEERS if p.label == label) for label in labels]
     results = run_all.run_rounds(peers, 3, ["--model", "m"], 60, kept.append, start)
-    turns = ["nanoengine", "nano-vllm", "nano-vllm, FA3"]
-    assert calls == [*labels, *turns, *turns]
+    order = ["nanoengine", "nano-vllm", "nano-vllm, FA3"]
+    assert calls == [*labels, *order, *order]
     assert kept == results
     text = run_all.table(results)
     assert "nanoengine                              100     2.00       50" in text

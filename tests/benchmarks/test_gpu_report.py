@@ -371,7 +371,7 @@ def test_the_command_writes_after_each_part(monkeypatch, tmp_path, capsys):
     assert main(["--gpu-report", "--out", str(path), *asked]) == 0
     assert [name for name, _ in seen] == ["peaks", "prefill attention"]
     assert main(["--gpu-report", "--out", str(path), "--parts", "peaks", "peeks"]) == 2
-    assert "--parts are of ['stack', 'tokens', 'peaks'," in capsys.readouterr().err
+    assert "--parts must be from ['stack', 'tokens', 'peaks'," in capsys.readouterr().err
 
 
 # --- a GPU machine with few packages --------------------------------------------------------------

@@ -111,9 +111,9 @@ def visit(monkeypatch, folder, steps, repeats=0, **looks):
     """Exit code and report of a visit with these parts."""
     monkeypatch.setattr(gpu_visit, "steps_of", lambda file: steps)
     monkeypatch.setattr(gpu_visit, "VISIT", tuple(steps))
-    monkeypatch.setattr(gpu_visit, "LOOKS", tuple((name, *how) for name, how in looks.items()))
+    monkeypatch.setattr(gpu_visit, "RERUNS", tuple((name, *how) for name, how in looks.items()))
     monkeypatch.setattr(gpu_visit, "REPEATS", repeats)
-    monkeypatch.setattr(gpu_parts, "LEAST_S", 0.1)
+    monkeypatch.setattr(gpu_parts, "MIN_PART_S", 0.1)
     monkeypatch.setattr(processes, "ENDINGS", [(s, min(t, 3)) for s, t in processes.ENDINGS])
     monkeypatch.setenv("OUT", str(folder))
     monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)  # this process may be a worker itself
@@ -180,7 +180,7 @@ def test_a_failing_test_is_saved_at_once_and_run_again(monkeypatch, tmp_path):
     assert any("broken()" in line for line in illegal["traceback"])
     assert later["case"].endswith("test_later") and "failed" in later
     assert "KeyboardInterrupt" in "\n".join(kernels["rows"][-1]["log"])
-    assert list(report["parts"]) == ["kernels", "second look: blocking"]
+    assert list(report["parts"]) == ["kernels", "rerun: blocking"]
     assert "failed" not in again
     assert "1 ['-m', 'pytest']" in (tmp_path / "visit.log").read_text()
 

@@ -49,14 +49,14 @@ def brute_force_cost(config: dict, windows: list, rows: list[tuple[int, int, int
         (heads * dim, hidden),
         *[(hidden, config["intermediate_size"])] * 3,
     ]
-    of_qkv, *behind = (a * b for a, b in matrices)
+    of_qkv, *tail = (a * b for a, b in matrices)
     flops = elements = 0
     for layer, window in enumerate(windows):
         is_last = layer == len(windows) - 1
         elements += of_qkv
-        elements += sum(behind) if any((n if is_last else count) for _, count, n in rows) else 0
+        elements += sum(tail) if any((n if is_last else count) for _, count, n in rows) else 0
         for start, count, num_logits in rows:
-            flops += 2 * count * of_qkv + 2 * (num_logits if is_last else count) * sum(behind)
+            flops += 2 * count * of_qkv + 2 * (num_logits if is_last else count) * sum(tail)
             read = set()
             for position in range(start, start + count):
                 context = [p for p in range(position + 1) if not window or p > position - window]
@@ -121,13 +121,13 @@ def test_the_gpu_peak_is_measured_on_random_matrices(monkeypatch) -> None:
 
 
 def test_a_compute_kernel_does_all_counted_products() -> None:
-    def sums(kernel: Any, x: np.ndarray, y: np.ndarray, start: np.ndarray, turns: int) -> Any:
-        """The sums after `turns` iterations on one worker, all of them initialized to `start`."""
+    def sums(kernel: Any, x: np.ndarray, y: np.ndarray, start: np.ndarray, iterations: int) -> Any:
+        """The sums after `iterations` on one worker, all of them initialized to `start`."""
         data = np.zeros((1, cpu_peak.ROOM), start.dtype)
         width = len(x.view(start.dtype))
         data[0, :width], data[0, width : 2 * width] = x.view(start.dtype), y.view(start.dtype)
         data[0, 2 * width :] = start[0]
-        kernel(data, turns)
+        kernel(data, iterations)
         return data[0, 2 * width : (2 + cpu_peak.CHAINS) * width]
 
     for real in (np.float32, np.float64):

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.suite import limits, main, options, peak
-from benchmarks.suite.hf_baseline import Beside
+from benchmarks.suite.hf_baseline import Baseline
 from benchmarks.suite.peak import Peaks
 from benchmarks.suite.shapes import SHAPES, write_shape
 from nanoengine import EngineConfig
@@ -37,9 +37,9 @@ def test_every_option_of_workload_and_engine_exists_with_its_type(tmp_path: Path
         "--model m --max-num-seqs 3 --kv-cache-gib 2 --watermark-frac 0.5 --overlap --cpu-isa avx2"
         " --no-enable-prefix-caching --quantization int8 --num-requests 7 --output-len 3 9"
     )
-    asked, given = options.parse(line.split())
-    assert main.work_options(asked, given) == WorkOptions(num_requests=7, output_len=(3, 9))
-    assert main.engine_config(asked, given, tmp_path) == EngineConfig(
+    args, values = options.parse(line.split())
+    assert main.work_options(args, values) == WorkOptions(num_requests=7, output_len=(3, 9))
+    assert main.engine_config(args, values, tmp_path) == EngineConfig(
         model="m", max_num_seqs=3, kv_cache_gib=2, watermark_frac=0.5, overlap=True,
         cpu_isa="avx2", enable_prefix_caching=False, quantization="int8", skip_tokenizer_init=True,
     )  # fmt: skip
@@ -94,13 +94,13 @@ def test_the_report_has_the_limits_of_the_hardware(tmp_path: Path, make_llm: Mak
     seconds, found = report["seconds"][0], report["achieved"]
     assert found["bandwidth_frac"] == pytest.approx(found["gbs"] / 10)
     assert found["compute_frac"] == pytest.approx(found["gflops"] / 100)
-    least = report["roofline"]
-    assert least["seconds"] >= max(found["gbs"] / 10, found["gflops"] / 100) * seconds * 0.999
+    roofline = report["roofline"]
+    assert roofline["seconds"] >= max(found["gbs"] / 10, found["gflops"] / 100) * seconds * 0.999
     tokens = report["workload"]["output_tokens"]
-    assert least["output_tokens_per_s"] == pytest.approx(tokens / least["seconds"])
+    assert roofline["output_tokens_per_s"] == pytest.approx(tokens / roofline["seconds"])
     text = limits.format_limits(report)
     assert "of 10.0 measured now\n" in text
-    assert f"{least['seconds'] / seconds:.0%} of the round: the least for these steps" in text
+    assert f"{roofline['seconds'] / seconds:.0%} of the round: the minimum for these steps" in text
     assert max(map(len, text.splitlines())) <= 100
 
 
@@ -111,9 +111,9 @@ def test_the_report_compares_with_transformers(tmp_path: Path, make_llm: MakeLLM
     write_shape("tiny", tmp_path)
     llm = make_llm(model=str(tmp_path), max_num_seqs=8, load_format="dummy", **SIZES)
     work = WorkOptions(num_requests=3, input_len=(20, 40), output_len=(3, 9), rounds=2)
-    beside = Beside(llm, work.temperature, 32)
-    measured = measure(llm, "tiny", work, beside)
-    found, seconds = beside.compare(measured), measured.report["seconds"]
+    baseline = Baseline(llm, work.temperature, 32)
+    measured = measure(llm, "tiny", work, baseline)
+    found, seconds = baseline.compare(measured), measured.report["seconds"]
     assert measured.report["requests_per_s"] == pytest.approx(3 / max(seconds))
     assert len(found["seconds"]) == len(seconds) == 2
     ratios = sorted(b / a for a, b in zip(seconds, found["seconds"], strict=True))

@@ -26,10 +26,10 @@ def talk(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Chat]:
     """Returns a function that runs a chat on scripted input; exceptions in the input are raised."""
 
     def talk(*typed: Any, system: str | None = None) -> Chat:
-        said = iter(typed)
+        lines = iter(typed)
 
         def read(prompt: str) -> str:
-            line = next(said, EOFError())
+            line = next(lines, EOFError())
             if isinstance(line, BaseException):
                 raise line
             return str(line)
@@ -42,20 +42,18 @@ def talk(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Chat]:
     return talk
 
 
-def test_turns_follow_each_other_and_the_cache_stays_warm(
-    llm: LLM, talk: Callable[..., Chat], capsys: Any
-) -> None:
+def test_later_turns_hit_the_prefix_cache(llm: LLM, talk: Callable[..., Chat], capsys: Any) -> None:
     before = llm.stats().cache_hit_tokens
     chat = talk("the dog and the little girl", "", "and then", system="be kind " * 8)
     assert [m["role"] for m in chat.messages] == ["system", *["user", "assistant"] * 2]
     shown = capsys.readouterr().out.splitlines()
     assert shown == "\n".join(m["content"] for m in chat.messages[2::2]).splitlines()
-    (alone,) = llm.chat(chat.messages[:4], GREEDY, use_tqdm=False)
-    assert alone.outputs[0].text == chat.messages[4]["content"]
+    (expected,) = llm.chat(chat.messages[:4], GREEDY, use_tqdm=False)
+    assert expected.outputs[0].text == chat.messages[4]["content"]
     assert llm.stats().cache_hit_tokens - before > 40
 
 
-def test_commands(talk: Callable[..., Chat], capsys: Any) -> None:
+def test_chat_commands_change_the_conversation(talk: Callable[..., Chat], capsys: Any) -> None:
     chat = talk("hi", "/sytem x", "/system be short", "go", "/reset", "/quit", "never read")
     shown = capsys.readouterr().out
     assert "unknown command '/sytem'; did you mean '/system'?" in shown
@@ -86,7 +84,9 @@ def test_ctrl_c_stops_an_answer_and_keeps_the_conversation(
     assert len(chat.messages[1]["content"]) < len(chat.messages[3]["content"])
 
 
-def test_an_error_is_told_and_the_turn_taken_back(talk: Callable[..., Chat], capsys: Any) -> None:
+def test_an_error_is_printed_and_its_turn_is_removed(
+    talk: Callable[..., Chat], capsys: Any
+) -> None:
     chat = talk("hi", "long " * 3000, "go")
     assert "error: prompt 0: " in capsys.readouterr().out
     assert [m["role"] for m in chat.messages] == ["user", "assistant"] * 2

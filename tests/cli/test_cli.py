@@ -20,7 +20,7 @@ from nanoengine.cli import main as cli
 from nanoengine.cli.bench import BenchArgs
 from nanoengine.cli.generate import GenerateArgs
 from nanoengine.cli.info import InfoArgs
-from nanoengine.cli.options import OBJECTS, engine_options, sampling_fields
+from nanoengine.cli.options import WITHOUT_OPTION, engine_options, sampling_fields
 from nanoengine.settings.config import EngineConfig
 from tests.support.text_fixtures import text_checkpoint
 
@@ -66,8 +66,8 @@ def test_the_module_is_an_entry_point_and_options_need_no_torch() -> None:
 TIERS = "--kv-disk needs --kv-disk-gib and --kv-host-gib"
 REFUSED = {
     "generte": "unknown command 'generte'; known: batch, generate, chat, bench, viz",
-    "generate m --output x": "--output has the records of a file: give",
-    "generate m --prompt a --file b": "--file and --output are for",
+    "generate m --output x": "--output needs --file",
+    "generate m --prompt a --file b": "--file and --output can't be used with --prompt",
     "generate m --prompt a --system b": "--system needs --chat",
     "generate m --prompt a --top-p 2": "top_p must be in (0, 1], got",
     "generate m --prompt a --n 2 --temperature 0": "n must be 1",
@@ -84,7 +84,7 @@ REFUSED = {
     "embed demo a.txt --output v.npy --dimensions 0": "dimensions must be at least 1",
     "bench --smoke --json missing/report.json": "json='missing/report.json' is in a directory",
     "simulate --num-blocks 20 --workload nowhere.csv": "the workload must be random, shared-prefix",
-    "simulate --num-blocks 20 --fit nowhere.json": "fit='nowhere.json' must be a report",
+    "simulate --num-blocks 20 --step-times no.json": "step_times='no.json' must be a report",
     "simulate --num-blocks 20 --block-size 7": "block_size must be a power of two",
     "simulate --num-blocks 20 --num-requests 0": "num_requests must be at least 1",
     "simulate --num-blocks 20 --workload text.jsonl": "text.jsonl: row 1 must be a JSON object",
@@ -113,26 +113,26 @@ def test_unknown_options_are_refused(capsys: pytest.CaptureFixture[str]) -> None
 
 
 @pytest.mark.parametrize("options_class", [GenerateArgs, InfoArgs])
-def test_options_are_those_of_the_engine(options_class: type[EngineConfig]) -> None:
+def test_commands_have_the_options_of_the_engine(options_class: type[EngineConfig]) -> None:
     args = cli.parse(options_class, "x", ["m", "--max-num-seqs", "3", "--dtype", "float32"])
     options = engine_options(args)
     assert EngineConfig(**options) == EngineConfig(model="m", max_num_seqs=3, dtype="float32")
 
 
 @pytest.mark.parametrize("options_class", [GenerateArgs, InfoArgs, BenchArgs])
-def test_tiers_are_made_of_options(options_class: type[EngineConfig]) -> None:
+def test_options_define_the_kv_tiers(options_class: type[EngineConfig]) -> None:
     model = ["--model", "m"] if options_class is BenchArgs else ["m"]
     host = [*model, "--kv-host-gib", "0.5"]
     disk = [*host, "--kv-disk", "kept", "--kv-disk-gib", "2"]
-    for given, tiers in (
+    for args, tiers in (
         (model, ()),
         (host, (HostTier(gib=0.5),)),
         (disk, (HostTier(gib=0.5), DiskTier(Path("kept"), gib=2.0))),
     ):
-        assert engine_options(cli.parse(options_class, "x", given))["kv_tiers"] == tiers
+        assert engine_options(cli.parse(options_class, "x", args))["kv_tiers"] == tiers
 
 
-def test_generate_finds_on_disk_what_an_earlier_run_has_kept(
+def test_generate_reads_kv_blocks_that_an_earlier_run_wrote_to_disk(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = "the dog " * 32
@@ -148,7 +148,7 @@ def test_generate_finds_on_disk_what_an_earlier_run_has_kept(
     assert len(read) >= 4, "a file that is read is marked as used"
 
 
-def test_ctrl_c_ends_with_its_own_status(
+def test_ctrl_c_has_its_own_exit_status(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def interrupt(args: object) -> int:
@@ -159,7 +159,7 @@ def test_ctrl_c_ends_with_its_own_status(
     assert capsys.readouterr().err == "interrupted\n"
 
 
-def test_the_sampling_in_use_is_said_with_what_sets_it(
+def test_sampling_parameters_are_reported_with_their_sources(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
 ) -> None:
     path, rows, output = tmp_path / "m", tmp_path / "rows.txt", tmp_path / "out.jsonl"
@@ -169,38 +169,38 @@ def test_the_sampling_in_use_is_said_with_what_sets_it(
         json.dumps({"temperature": 0.5, "repetition_penalty": 1.25}), encoding="utf-8"
     )
     few = [*SMALL, "--max-tokens", "2"]
-    own = "temperature 0.5, repetition_penalty 1.25 (generation_config.json)"
+    defaults = "temperature 0.5, repetition_penalty 1.25 (generation_config.json)"
     mixed = (
         "sampling: temperature 1.5, top_k 9 (the command's options);"
         " repetition_penalty 1.25 (generation_config.json)"
     )
 
-    def told(*command: str) -> str:
+    def first_line(*command: str) -> str:
         assert cli.main([*command]) == 0
         captured = capsys.readouterr()
         assert "sampling" not in captured.out
         return captured.err.splitlines(keepends=True)[0]
 
-    assert told("generate", str(path), "--prompt", "the", *few) == f"sampling: {own}\n"
-    given = ["--temperature", "1.5", "--top-k", "9", "--presence-penalty", "1"]
-    assert told("generate", str(path), "--prompt", "the", *given, *few) == f"{mixed}\n"
+    assert first_line("generate", str(path), "--prompt", "the", *few) == f"sampling: {defaults}\n"
+    options = ["--temperature", "1.5", "--top-k", "9", "--presence-penalty", "1"]
+    assert first_line("generate", str(path), "--prompt", "the", *options, *few) == f"{mixed}\n"
     monkeypatch.setattr("sys.stdin", io.StringIO("/quit\n"))
-    assert told("chat", str(path), *few) == f"sampling: {own}\n"
-    batch = told("batch", str(path), str(rows), "--output", str(output), *given, *few)
-    assert f"{mixed}; what a row sets comes first\n" in batch
+    assert first_line("chat", str(path), *few) == f"sampling: {defaults}\n"
+    batch = first_line("batch", str(path), str(rows), "--output", str(output), *options, *few)
+    assert f"{mixed}; fields of a row take precedence\n" in batch
     job = json.loads((tmp_path / "out.jsonl.job.json").read_text())
-    assert (job["sampling_defaults"], job["rows"]["sampling"]["top_k"]) == (own, 9)
-    none = "sampling: temperature 1.0 (the engine's default; the checkpoint has none)\n"
-    assert told("generate", str(model), "--prompt", "the", *few) == none
+    assert (job["sampling_defaults"], job["rows"]["sampling"]["top_k"]) == (defaults, 9)
+    no_defaults = "sampling: temperature 1.0 (the engine's default; the checkpoint has none)\n"
+    assert first_line("generate", str(model), "--prompt", "the", *few) == no_defaults
     assert cli.main(["info", str(path), *SMALL]) == 0
     shown = capsys.readouterr().out
-    assert f"sampling: {own}\n" in shown
-    assert "end with 2 '<|user|>' (config.json), 1 '</s>' (the tokenizer" in shown
+    assert f"sampling: {defaults}\n" in shown
+    assert "stop tokens: 2 '<|user|>' (config.json), 1 '</s>' (the tokenizer" in shown
 
 
 @pytest.fixture
 def terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nanoengine.cli.generate.to_a_terminal", lambda: True)
+    monkeypatch.setattr("nanoengine.cli.generate.is_terminal", lambda: True)
 
 
 @pytest.mark.usefixtures("terminal")
@@ -221,7 +221,7 @@ def test_generate_shows_several_prompts_in_order(
     assert "error: the prompt is empty" in shown[5]
 
 
-def test_generate_writes_json_lines_where_no_terminal_is(
+def test_generate_writes_json_lines_without_a_terminal(
     model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     prompts = ["--prompt", "the dog", "--prompt", "", "--prompt", "User:"]
@@ -233,9 +233,7 @@ def test_generate_writes_json_lines_where_no_terminal_is(
     assert "empty" in records[1]["error"]["message"]
 
 
-def test_a_prompt_that_can_not_be_made_says_why(
-    model: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_error_of_a_prompt_is_reported(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Regression: the error was about a prompt that is None."""
     command = ["generate", str(model), "--prompt", "the dog", "--reasoning-parser", "auto"]
     assert cli.main([*command, *GREEDY]) == 1
@@ -243,7 +241,7 @@ def test_a_prompt_that_can_not_be_made_says_why(
 
 
 def test_every_field_of_sampling_params_is_an_option() -> None:
-    given = {
+    values = {
         "n": 2, "presence_penalty": 0.5, "frequency_penalty": -0.5, "repetition_penalty": 1.5,
         "temperature": 0.5, "top_p": 0.5, "top_k": 5, "min_p": 0.5, "stop": ("a", "b"),
         "stop_token_ids": (3, 4), "ignore_eos": True, "max_tokens": 7, "min_tokens": 1,
@@ -251,24 +249,25 @@ def test_every_field_of_sampling_params_is_an_option() -> None:
         "bad_words": ("c",), "logit_bias": {5: 1.5}, "allowed_token_ids": (3, 4, 5),
         "skip_special_tokens": False, "priority": 3, "prompt_logprobs_start": 1,
     }  # fmt: skip
-    names = {one.name for one in dataclasses.fields(SamplingParams)} - {"_"}
-    assert names - given.keys() - set(OBJECTS) == {"seed", "detokenize"}, "--seed is the engine's"
+    names = {field.name for field in dataclasses.fields(SamplingParams)} - {"_"}
+    # --seed is the engine's, and --no-detokenize is checked below.
+    assert names - values.keys() - set(WITHOUT_OPTION) == {"seed", "detokenize"}
     args = []
-    for name, value in given.items():
+    for name, value in values.items():
         option = "--" + name.replace("_", "-")
         if name in ("stop", "bad_words"):
-            args += [part for one in value for part in (option, one)]
+            args += [word for text in value for word in (option, text)]
         elif isinstance(value, bool):
             args += [option if value else f"--no-{option[2:]}"]
         elif isinstance(value, dict):
-            args += [option, *(str(one) for pair in value.items() for one in pair)]
+            args += [option, *(str(number) for pair in value.items() for number in pair)]
         else:
             args += [option, *(map(str, value) if isinstance(value, tuple) else [str(value)])]
     parsed = cli.parse(GenerateArgs, "x", ["m", *args])
-    assert sampling_fields(parsed.sampling) == given
+    assert sampling_fields(parsed.sampling) == values
     assert sampling_fields(cli.parse(GenerateArgs, "x", ["m"]).sampling) == {}
-    silent = cli.parse(GenerateArgs, "x", ["m", "--no-detokenize"]).sampling
-    assert sampling_fields(silent) == {"detokenize": False}
+    parsed_flag = cli.parse(GenerateArgs, "x", ["m", "--no-detokenize"]).sampling
+    assert sampling_fields(parsed_flag) == {"detokenize": False}
 
 
 def test_generate_runs_a_file_into_records_and_keeps_bad_rows(
@@ -277,25 +276,25 @@ def test_generate_runs_a_file_into_records_and_keeps_bad_rows(
     """It is a job: the same command again does nothing, and a different one is refused."""
     talk = {"messages": [{"role": "user", "content": "go home"}]}
     rows = ["the dog", {"prompt": ""}, talk, {"prompt_token_ids": [5, 6]}]
-    source, sink = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text("\n\n".join(map(json.dumps, rows)), encoding="utf-8")
-    command = ["generate", str(model), "--file", str(source), "--output", str(sink), *GREEDY]
+    command = ["generate", str(model), "--file", str(source), "--output", str(output), *GREEDY]
     assert cli.main(command) == 1
-    records = [json.loads(line) for line in sink.read_text(encoding="utf-8").splitlines()]
+    records = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
     assert [record["_row"] for record in records] == [0, 1, 2, 3]
     assert "empty" in records[1]["error"]["message"]
     good = [records[i]["outputs"][0]["text"] for i in (0, 2, 3)]
     assert good == expected(model, "the dog", talk, [5, 6])
-    kept = sink.read_bytes()
+    content = output.read_bytes()
     assert cli.main(command) == 1
     assert cli.main([*command, "--top-k", "3"]) == 2
-    told = capsys.readouterr().err
-    assert "top_k: it was null, it is 3" in told
-    assert "as `nanoengine batch` does with --restart" in told  # this command has no such option
-    assert sink.read_bytes() == kept
+    stderr = capsys.readouterr().err
+    assert "top_k: it was null, it is 3" in stderr
+    assert "as `nanoengine batch` does with --restart" in stderr  # this command has no such option
+    assert output.read_bytes() == content
 
 
-def test_generate_chats_with_a_system_message_over_stdin(
+def test_generate_applies_a_system_message_to_prompts_from_stdin(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     source = tmp_path / "in.txt"
@@ -321,19 +320,19 @@ def test_info_shows_backends_model_and_plan(
     assert f"nanoengine {__version__}" in shown
     assert "naive: available" in shown
     assert "LlamaForCausalLM: 2 layers" in shown
-    assert "KV cache: 512 bytes a token" in shown
+    assert "KV cache: 512 bytes per token" in shown
     assert "parameters" not in shown
     assert cli.main(["info", str(model), "--load", *SMALL]) == 0
     assert "64 blocks" in capsys.readouterr().out
-    rounded = "--quantization", "int4", "--kv-cache-dtype", "int8"
-    assert cli.main(["info", str(model), "--device", "cpu", *rounded]) == 0
+    quantized = "--quantization", "int4", "--kv-cache-dtype", "int8"
+    assert cli.main(["info", str(model), "--device", "cpu", *quantized]) == 0
     shown = capsys.readouterr().out
     assert "int8 activations, one scale per token and 32 inputs" in shown
     assert "lossy: int4: mean KL of " in shown
     assert "  KV cache in int8: mean KL of " in shown
 
 
-def test_two_real_llms_live_side_by_side_and_close(model: Path) -> None:
+def test_two_llms_run_in_one_process(model: Path) -> None:
     options: dict[str, object] = {"device": "cpu", "attention_backend": "naive"}
     make: Callable[[], LLM] = lambda: LLM(model, num_kv_blocks=32, **options)  # noqa: E731
     params = SamplingParams(temperature=0, max_tokens=6)
@@ -344,7 +343,7 @@ def test_two_real_llms_live_side_by_side_and_close(model: Path) -> None:
     assert first[0].outputs == second[0].outputs
 
 
-def test_info_ends_without_a_word_of_what_it_has_loaded():
+def test_info_prints_nothing_at_exit():
     """Regression: at exit, Triton printed a message per leaked object."""
     command = [sys.executable, "-m", "nanoengine.cli.main", "info"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
@@ -357,7 +356,7 @@ def test_info_ends_without_a_word_of_what_it_has_loaded():
 @pytest.mark.parametrize(
     ("target", "status"), [("| head -c 1 > /dev/null", 141), ("> /dev/full", 2)]
 )
-def test_output_that_nobody_takes_is_no_traceback(target: str, status: int) -> None:
+def test_a_closed_or_full_output_causes_no_traceback(target: str, status: int) -> None:
     """Covers a closed pipe and a full disk as standard output."""
     code = (
         "import sys; from nanoengine.cli import main as cli, info;"
@@ -379,7 +378,7 @@ def test_output_that_nobody_takes_is_no_traceback(target: str, status: int) -> N
     [("<&-", "--max-tokens 2", 0), (">&-", "--prompt hi --max-tokens 2", 0),
      ("2>&-", "--prompt hi --max-tokens 2", 0)],
 )  # fmt: skip
-def test_a_process_without_standard_streams(closed: str, args: str, status: int) -> None:
+def test_a_process_without_a_standard_stream_runs(closed: str, args: str, status: int) -> None:
     command = f"{sys.executable} -m nanoengine.cli.main generate demo {args} {closed}"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
     assert done.returncode == status, done.stderr

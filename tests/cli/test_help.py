@@ -62,34 +62,33 @@ def test_help_is_in_groups_with_three_examples(
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_help_has_every_option_once_and_says_what_it_does(
-    command: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_help_describes_every_option_once(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     cls = options_class(command)
-    told = [name for box in boxes(help_of(command, capsys)).values() for name in box]
-    assert sorted(told) == sorted(set(told))
-    not_told = {"kv_tiers", "logits_processors", "sampling", "inputs"}
-    names = {field.name for field in dataclasses.fields(cls)} - not_told
-    missing = {name.replace("_", "-") for name in names} - set(told)
+    shown = [name for box in boxes(help_of(command, capsys)).values() for name in box]
+    assert sorted(shown) == sorted(set(shown))
+    not_options = {"kv_tiers", "logits_processors", "sampling", "inputs"}
+    names = {field.name for field in dataclasses.fields(cls)} - not_options
+    missing = {name.replace("_", "-") for name in names} - set(shown)
     assert missing <= {"model", "recording", "reference", "models"}  # these are positional
     docs = field_docs(cls)
     assert all(docs[name] for name in names)
 
 
-def test_groups_name_options_that_there_are() -> None:
-    there = {field.name for name in COMMANDS for field in dataclasses.fields(options_class(name))}
+def test_groups_contain_only_existing_options() -> None:
+    classes = map(options_class, COMMANDS)
+    existing = {field.name for cls in classes for field in dataclasses.fields(cls)}
     boxes = (names for box, (_, names) in groups.GROUPS.items() if box != "model")
-    named = [name for names in boxes for name in names.split()]
-    assert len(set(named)) == len(named)
-    assert set(named) <= groups.BOXES.keys() <= there
+    grouped = [name for names in boxes for name in names.split()]
+    assert len(set(grouped)) == len(grouped)
+    assert set(grouped) <= groups.BOXES.keys() <= existing
     assert {groups.BOXES[field.name] for field in dataclasses.fields(EngineConfig)} == {
         "model", "memory", "scheduling", "watching",
     }  # fmt: skip
 
 
 def test_options_of_all_groups_reach_the_command_and_are_checked() -> None:
-    given = ["m", "a", "b", "--output", "o", "--chat", "--dtype", "float32", "--kv-cache-gib", "2"]
-    args = cli.parse(BatchArgs, "x", [*given, "--max-num-seqs", "3", "--top-k", "4"])
+    argv = ["m", "a", "b", "--output", "o", "--chat", "--dtype", "float32", "--kv-cache-gib", "2"]
+    args = cli.parse(BatchArgs, "x", [*argv, "--max-num-seqs", "3", "--top-k", "4"])
     assert (args.model, args.inputs, args.output, args.chat) == ("m", ("a", "b"), "o", True)
     assert (args.dtype, args.kv_cache_gib, args.max_num_seqs) == ("float32", 2.0, 3)
     assert args.sampling.top_k == 4  # type: ignore[attr-defined]

@@ -92,15 +92,15 @@ def commands_on(model: Path, folder: Path) -> list[tuple[list[str], str]]:
     messages = [{"role": "user", "content": "the house"}]
     rows.write_text(json.dumps({"messages": messages}) + "\n")
     texts.write_text("the dog\nthe house\n")
-    name, few = str(model), ["--max-tokens", "2", "--kv-cache-gib", "0.02"]
+    name, limits = str(model), ["--max-tokens", "2", "--kv-cache-gib", "0.02"]
     return [
-        (["generate", name, "--prompt", "the", *few, "--trace", trace], ""),
-        (["generate", name, "--chat", "--prompt", "the", *few], ""),
-        (["chat", name, *few], "the house\n/quit\n"),
-        (["batch", name, str(rows), "--output", str(folder / "a.jsonl"), *few], ""),
+        (["generate", name, "--prompt", "the", *limits, "--trace", trace], ""),
+        (["generate", name, "--chat", "--prompt", "the", *limits], ""),
+        (["chat", name, *limits], "the house\n/quit\n"),
+        (["batch", name, str(rows), "--output", str(folder / "a.jsonl"), *limits], ""),
         (["batch", name, str(rows), "--output", str(folder / "b.jsonl"), "--dry-run"], ""),
-        (["embed", name, str(texts), "--output", str(folder / "a.npy"), *few[2:]], ""),
-        (["info", name, "--load", *few[2:]], ""),
+        (["embed", name, str(texts), "--output", str(folder / "a.npy"), *limits[2:]], ""),
+        (["info", name, "--load", *limits[2:]], ""),
         (["explain", trace], ""),
         (["viz", trace, "--output", str(folder / "page.html")], ""),
     ]
@@ -111,8 +111,9 @@ def test_no_command_opens_a_socket_for_local_files(
 ) -> None:
     file, directory = models
     commands = commands_on(file, tmp_path / "file")
-    few = {"--chat", "--dry-run", "embed"}
-    commands += [one for one in commands_on(directory, tmp_path / "directory") if few & {*one[0]}]
+    needs_tokenizer = {"--chat", "--dry-run", "embed"}
+    more = commands_on(directory, tmp_path / "directory")
+    commands += [command for command in more if needs_tokenizer & {*command[0]}]
     commands += [
         (["bench", "--smoke"], ""),
         (["simulate", "--num-blocks", "500", "--num-requests", "8"], ""),
@@ -123,10 +124,10 @@ def test_no_command_opens_a_socket_for_local_files(
     assert np.isfinite(np.load(tmp_path / "directory" / "a.npy")).all()
 
 
-def test_an_attempt_is_noticed(tmp_path: Path) -> None:
+def test_a_connection_attempt_is_recorded(tmp_path: Path) -> None:
     """Looking up a hub id is counted as an attempt."""
     (tmp_path / "sitecustomize.py").touch()
-    with pytest.raises(AssertionError, match="no local directory or file"):
+    with pytest.raises(AssertionError, match="not a local directory or file"):
         attempts(tmp_path, [(["info", "someone/something"], "")])
     assert "huggingface" in (tmp_path / "attempts").read_text()
 
@@ -143,6 +144,6 @@ def test_an_evaluation_opens_no_socket_for_local_files(tmp_path: Path) -> None:
         "metric_list": [{"metric": "word_perplexity"}],
     }  # fmt: skip
     (tmp_path / "few.yaml").write_text(json.dumps(task))  # JSON is YAML.
-    asked = ["--tasks", str(tmp_path / "few.yaml")]
-    command = ["eval", str(demo_model_path()), *asked]
+    options = ["--tasks", str(tmp_path / "few.yaml")]
+    command = ["eval", str(demo_model_path()), *options]
     assert attempts(tmp_path, [(command, "")]) == []

@@ -26,7 +26,7 @@ from openai.types.chat import ChatCompletion
 from nanoengine.cli import main as cli
 from nanoengine.jobs import prefetch
 from nanoengine.jobs.job import Job
-from nanoengine.jobs.prefetch import Ahead
+from nanoengine.jobs.prefetch import Prefetcher
 from nanoengine.jobs.record_log import PipeRecordLog
 from nanoengine.jobs.records import json_line
 from nanoengine.jobs.source import Input, Line
@@ -73,7 +73,7 @@ def test_openai_rows_are_answered_in_their_own_format(batch: Batch) -> None:
     assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"] > 4
 
 
-def test_the_example_of_openai_and_conversations_of_two_turns_run_as_they_are(batch: Batch) -> None:
+def test_openais_example_and_conversations_of_two_turns_run_unchanged(batch: Batch) -> None:
     system = {"role": "system", "content": "You are a helpful assistant."}
     hello = {"role": "user", "content": "Hello world!"}
     body = {"model": "some/other-model", "messages": [system, hello], "max_completion_tokens": 1000}
@@ -81,8 +81,8 @@ def test_the_example_of_openai_and_conversations_of_two_turns_run_as_they_are(ba
     rows = [
         {"custom_id": f"request-{i}", "method": "POST", "url": url, "body": body} for i in (1, 2)
     ]
-    assert batch.run(batch.write(rows)) == 0, batch.told
-    assert batch.told.count("rows ask for model 'some/other-model'") == 1
+    assert batch.run(batch.write(rows)) == 0, batch.stderr
+    assert batch.stderr.count("rows name model 'some/other-model'") == 1
     for record in batch.records():
         validate(record)
     talks = [{"question_id": i, "category": "x", "turns": ["one", "and more"]} for i in range(80)]
@@ -104,7 +104,7 @@ def test_the_answer_of_a_turn_is_part_of_the_next(batch: Batch, seen: list[Any])
     assert seen[0].key != seen[1].key
 
 
-def test_logprobs_have_the_form_of_openai(batch: Batch) -> None:
+def test_logprobs_have_the_format_of_openai(batch: Batch) -> None:
     rows = [
         chat("a", "one", logprobs=True, top_logprobs=2, max_tokens=3),
         completion("b", "one", logprobs=1, max_tokens=3),
@@ -139,7 +139,7 @@ BAD_ROWS: list[tuple[Any, str, str]] = [
     (chat("x", guided_json={"type": "object"}), "invalid_row", "use response_format"),
     (chat("x", messages=[]), "invalid_request", "a list of messages"),
     (chat("x", chat_template_kwargs=5), "invalid_request", "chat_template_kwargs"),
-    (chat("x", chat_template="one"), "invalid_row", "(--trust-row-templates) runs those of rows"),
+    (chat("x", chat_template="one"), "invalid_row", "trust_row_templates (--trust-row-templates)"),
     (chat("x", tools="x"), "invalid_request", "'tools' must be a list"),
     (chat(5), "invalid_row", "custom_id must be a string, got 5"),
     ({**chat("x"), "url": "/v1/images"}, "unknown_url", "url must be one of"),
@@ -150,19 +150,23 @@ BAD_ROWS: list[tuple[Any, str, str]] = [
     ([], "invalid_row", "the row must be an object"),
     ("one", "invalid_row", "the row must be an object"),
 ]
-UNSTORABLE = "is more than a 64-bit float holds: write it as a string"
+UNSTORABLE = "is too large for a 64-bit float: write it as a string"
 IMAGE = [{"role": "user", "content": [{"type": "image_url"}]}]
 BAD_SIMPLE_ROWS: list[tuple[Any, str, str]] = [
     (b'{"prompt"', "unreadable_row", "not JSON"),
     (b"[" * 200_000, "unreadable_row", "not JSON"),
     (b"1" * 5000, "unreadable_row", "not JSON"),
     (b'"caf\xe9"', "unreadable_row", "not UTF-8"),
-    (b'{"prompt": "one", "x": NaN}', "unreadable_row", "NaN is no value of JSON"),
-    (b'{"prompt": "one", "x": -Infinity}', "unreadable_row", "-Infinity is no value of JSON"),
+    (b'{"prompt": "one", "x": NaN}', "unreadable_row", "NaN is not a JSON value"),
+    (b'{"prompt": "one", "x": -Infinity}', "unreadable_row", "-Infinity is not a JSON value"),
     (b'{"prompt": "one", "x": 1e400}', "unreadable_row", UNSTORABLE),
     (b'{"prompt": "one", "x": [-1E+0999]}', "unreadable_row", UNSTORABLE),
     (b'{"prompt": "one", "x": %s.0}' % (b"9" * 400), "unreadable_row", UNSTORABLE),
-    (b'{"prompt": "one", "x": %s}' % (b"[" * 600 + b"]" * 600), "unreadable_row", "100 deep"),
+    (
+        b'{"prompt": "one", "x": %s}' % (b"[" * 600 + b"]" * 600),
+        "unreadable_row",
+        "100 levels deep",
+    ),
     (5, "invalid_request", "must be a string"),
     ({"id": 4}, "invalid_request", "needs one of 'prompt'"),
     ({"messages": IMAGE}, "invalid_request", "'image_url'"),
@@ -175,7 +179,9 @@ BAD_SIMPLE_ROWS: list[tuple[Any, str, str]] = [
 @pytest.mark.parametrize(
     ("good", "rows"), [(completion("good"), BAD_ROWS), ("one", BAD_SIMPLE_ROWS)]
 )
-def test_a_row_that_cant_run_is_an_error_record_and_its_neighbours_are_answered(batch, good, rows):
+def test_a_row_that_cannot_run_becomes_an_error_record_and_other_rows_are_answered(
+    batch, good, rows
+):
     """The file has a byte order mark, CRLF, and blank lines, which are not rows."""
     written = [row if isinstance(row, bytes) else json.dumps(row).encode() for row, _, _ in rows]
     lines = [line for bad in written for line in (json.dumps(good).encode(), bad, b"")]
@@ -208,7 +214,7 @@ def test_fields_of_a_body_reach_the_engine(batch: Batch, seen: list[Any]) -> Non
         completion("e", [[5, 6, 7]], top_k=None),
         completion("f", temprature=5, user="me", metadata={"a": 1}),
     ]
-    assert batch.run(batch.write(rows), "--ignore-unknown") == 0, batch.told
+    assert batch.run(batch.write(rows), "--ignore-unknown") == 0, batch.stderr
     given = {row.key: row for row in seen}
     params = given["a"].sampling_params
     for name in own.keys() - {"logit_bias", "stop", "stop_token_ids", "response_format", "stream"}:
@@ -220,8 +226,8 @@ def test_fields_of_a_body_reach_the_engine(batch: Batch, seen: list[Any]) -> Non
     assert given["b"].prompt["tools"] == [tool]
     assert given["b"].prompt["chat_template_kwargs"] == {"reasoning_effort": "low"}
     assert "tools" not in given["c"].prompt
-    assert given["c"].sampling_params.max_tokens is None, "OpenAI: as far as the context goes"
-    assert given["d"].sampling_params.max_tokens == 16, "OpenAI: what its completions have"
+    assert given["c"].sampling_params.max_tokens is None, "as in OpenAI's API: the whole context"
+    assert given["d"].sampling_params.max_tokens == 16, "as in OpenAI's API"
     assert given["e"].prompt == {"prompt_token_ids": [5, 6, 7]}
     assert given["f"].sampling_params.temperature == 0
 
@@ -229,7 +235,7 @@ def test_fields_of_a_body_reach_the_engine(batch: Batch, seen: list[Any]) -> Non
 # --- simple rows and other files ------------------------------------------------------------------
 
 
-def test_simple_rows_carry_their_columns_through(batch: Batch) -> None:
+def test_simple_rows_keep_their_columns(batch: Batch) -> None:
     rows = [
         {"prompt": "one", "id": 7, "tags": ["a", {"b": None}], "temperature": 0},
         "dog",
@@ -248,16 +254,16 @@ def test_simple_rows_carry_their_columns_through(batch: Batch) -> None:
     assert found[2]["note"] == "ü\ud800"
     assert found[3]["error"] is None
     assert found[4]["prompt_token_ids"] == [5, 6]
-    assert texts(found[5]) == [ANSWERS["one"]], "numbers that no float holds are obeyed"
+    assert texts(found[5]) == [ANSWERS["one"]], "integers beyond the range of floats are supported"
     assert (found[6]["outputs"], found[6]["id"]) == ([], 4)
 
 
-def test_text_csv_and_packed_files_and_a_glob(batch: Batch) -> None:
+def test_text_csv_and_compressed_files_and_a_glob(batch: Batch) -> None:
     batch.write(codecs.BOM_UTF8 + b"one\n\ndog\r\n", "a.txt")
     batch.write(gzip.compress(b'{"prompt": "one"}\n{"prompt": "dog"}\n'), "b.jsonl.gz")
     batch.write(b'prompt,id\none,1\n"dog",2\ntorn\n', "c.csv")
     rows = batch.directory / "[abc].*"
-    assert batch.run(rows, "--in-order", *GREEDY) == 1, batch.told
+    assert batch.run(rows, "--sort-output", *GREEDY) == 1, batch.stderr
     records = batch.records()
     good = [ANSWERS["one"], ANSWERS["dog"]]
     assert [texts(record) for record in records] == [[t] for t in good * 3] + [[]]
@@ -267,7 +273,7 @@ def test_text_csv_and_packed_files_and_a_glob(batch: Batch) -> None:
     assert error["file"].endswith("c.csv")
 
 
-def test_a_prompt_is_made_of_columns(batch: Batch, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prompt_is_built_from_columns(batch: Batch, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [{"word": "one", "n": 5}, {"word": 3}, {"other": "x"}]
     source = batch.write(rows)
     found = batch.answers(source, "--prompt-column", "word", *GREEDY, code=1)
@@ -287,7 +293,7 @@ def test_a_prompt_is_made_of_columns(batch: Batch, monkeypatch: pytest.MonkeyPat
     assert "did not end within 0.3 s" in batch.records()[0]["error"]["message"]
 
 
-def test_a_template_of_a_row_runs_when_the_command_trusts_rows(batch: Batch) -> None:
+def test_a_chat_template_of_a_row_runs_only_with_trust_row_templates(batch: Batch) -> None:
     user, template = {"role": "user", "content": "one"}, "{{ messages[0].content }}"
     rows = [
         chat("a", chat_template=template),
@@ -298,14 +304,16 @@ def test_a_template_of_a_row_runs_when_the_command_trusts_rows(batch: Batch) -> 
     assert batch.run(*sources, *GREEDY) == 1
     assert all(record["error"] for record in batch.records())
     # the same job: failed rows run again
-    assert batch.run(*sources, "--retry-errors", "--trust-row-templates", *GREEDY) == 1, batch.told
+    assert batch.run(*sources, "--retry-errors", "--trust-row-templates", *GREEDY) == 1, (
+        batch.stderr
+    )
     found = batch.by_row()
     assert texts(found[0]) == [ANSWERS["one"]]
     assert "the chat template refused" in found[1]["error"]["message"]
     assert texts(found[2]) == [ANSWERS["one"]]
 
 
-def test_a_damaged_file_is_an_error_record_behind_what_could_be_read(batch: Batch) -> None:
+def test_a_damaged_file_yields_its_readable_rows_and_then_an_error_record(batch: Batch) -> None:
     whole = gzip.compress(b'"one"\n' * 5_000)
     source = batch.write(whole[: len(whole) // 2], "a.jsonl.gz")
     other = batch.write(["dog"], "b.jsonl")
@@ -317,7 +325,7 @@ def test_a_damaged_file_is_an_error_record_behind_what_could_be_read(batch: Batc
     assert all(texts(found[row]) == [ANSWERS["one"]] for row in range(before))
 
 
-def test_a_row_that_is_too_long_is_never_in_memory(batch: Batch) -> None:
+def test_a_row_above_the_size_limit_becomes_an_error_record(batch: Batch) -> None:
     long = b'{"prompt": "' + b"x" * 200_000 + b'"}\n'
     found = batch.answers(
         b'"one"\n' + long + b'"dog"\n' + long[:-1], "--max-row-mib", "0.1", *GREEDY, code=1
@@ -347,7 +355,7 @@ def test_parquet_and_zstd(batch: Batch) -> None:
     )
     parquet.write_table(table, batch.directory / "in.parquet")
     output = batch.directory / "out.parquet"
-    assert batch.run(batch.directory / "in.parquet", *GREEDY, output=output) == 1, batch.told
+    assert batch.run(batch.directory / "in.parquet", *GREEDY, output=output) == 1, batch.stderr
     found = parquet.read_table(output).to_pylist()
     assert [row["id"] for row in found] == [1, 2, 3], "in the order of the input"
     assert [o["text"] for row in found for o in row["outputs"]] == [ANSWERS["one"], ANSWERS["dog"]]
@@ -355,15 +363,15 @@ def test_parquet_and_zstd(batch: Batch) -> None:
     assert found[0]["day"] == "2026-01-02"
     assert found[1]["score"] is None
     assert batch.run(batch.directory / "in.parquet", *GREEDY, output=output) == 1
-    assert "resumed                           3" in batch.told
+    assert "resumed                           3" in batch.stderr
     with pyarrow.output_stream(str(batch.directory / "z.jsonl.zst"), compression="zstd") as file:
         file.write(b'"one"\n"dog"\n')
-    assert batch.run(batch.directory / "z.jsonl.zst", "--in-order", *GREEDY) == 0
+    assert batch.run(batch.directory / "z.jsonl.zst", "--sort-output", *GREEDY) == 0
     assert [texts(r)[0] for r in batch.records()] == [ANSWERS["one"], ANSWERS["dog"]]
 
 
 @pytest.mark.extra
-def test_rows_of_parquet_are_held_to_the_limit_of_lines(batch: Batch) -> None:
+def test_the_size_limit_of_rows_applies_to_parquet(batch: Batch) -> None:
     """Regression: their size was not checked. A row of a dictionary-encoded column refers to all of
     its dictionary, which must not count in full."""
     pyarrow = pytest.importorskip("pyarrow")
@@ -378,11 +386,11 @@ def test_rows_of_parquet_are_held_to_the_limit_of_lines(batch: Batch) -> None:
     assert [texts(found[row])[0] for row in (0, 2)] == [ANSWERS["one"], ANSWERS["dog"]]
 
 
-def test_what_needs_pyarrow_says_which_extra_has_it(batch: Batch, monkeypatch: Any) -> None:
+def test_an_error_without_pyarrow_names_the_extra(batch: Batch, monkeypatch: Any) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     source = batch.write(["one"])
     assert batch.run(source, output=batch.directory / "out.parquet") == 2
-    assert "pip install 'nanoengine[batch]'" in batch.told
+    assert "pip install 'nanoengine[batch]'" in batch.stderr
     assert batch.run(batch.write(b"", "in.parquet")) == 2
     assert batch.run(source, *GREEDY) == 0
 
@@ -395,7 +403,7 @@ def cells(path: Path, delimiter: str = ",") -> list[dict[str, str]]:
         return list(csv.DictReader(file, delimiter=delimiter))
 
 
-def test_a_csv_has_the_columns_of_the_input_and_the_answers(batch: Batch) -> None:
+def test_a_csv_output_has_the_columns_of_the_input_and_the_answers(batch: Batch) -> None:
     """Regression: it was filled with JSON lines."""
     content = 'question;text\none;"a\nb"\n"dog";é\none;"x";3\n'
     source = batch.write(content.encode("utf-8-sig"), "in.csv")
@@ -407,12 +415,14 @@ def test_a_csv_has_the_columns_of_the_input_and_the_answers(batch: Batch) -> Non
     one, dog, bad = cells(output, ";")
     assert (one["question"], one["text"], one["output_text"]) == ("one", "a\nb", ANSWERS["one"])
     assert (dog["text"], dog["output_text"], dog["finish_reason"]) == ("é", ANSWERS["dog"], "stop")
-    assert bad["error"] == "unreadable_row in line 5: the row has 3 cells, the first has 2"
+    assert bad["error"] == "unreadable_row in line 5: the row has 3 cells, but the header has 2"
     assert batch.run(source, "--prompt-column", "question", *GREEDY, output=output) == 1
-    assert "resumed                           3" in batch.told
+    assert "resumed                           3" in batch.stderr
 
 
-def test_several_answers_are_numbered_and_openai_rows_have_their_id(batch: Batch) -> None:
+def test_columns_of_several_answers_are_numbered_and_openai_rows_have_their_id(
+    batch: Batch,
+) -> None:
     rows = [completion("a", "one", n=2, temperature=1), chat("b", "x", max_tokens=3), chat(5)]
     output = batch.directory / "out.tsv"
     assert batch.run(batch.write(rows), output=output) == 1
@@ -428,41 +438,41 @@ def test_a_csv_is_the_same_after_a_kill(batch: Batch) -> None:
     source = batch.write([{"prompt": w, "x": [i]} for i, w in enumerate(["one", "dog"] * 10)])
     output = batch.directory / "out.csv"
     log = batch.directory / "out.csv.job.jsonl"
-    assert batch.run(source, *GREEDY, output=output) == 0, batch.told
+    assert batch.run(source, *GREEDY, output=output) == 0, batch.stderr
     whole, lines = output.read_bytes(), log.read_bytes().splitlines(keepends=True)
     for is_there in (True, False):
         log.write_bytes(b"".join(lines[:7]) + lines[7][:20])
         output.unlink() if not is_there else None
-        assert batch.run(source, *GREEDY, output=output) == 0, batch.told
-        assert "resumed                           7" in batch.told
+        assert batch.run(source, *GREEDY, output=output) == 0, batch.stderr
+        assert "resumed                           7" in batch.stderr
         assert output.read_bytes() == whole
 
 
-def test_the_end_says_why_rows_failed_and_which_answers_are_empty_or_cut(batch: Batch) -> None:
+def test_the_summary_counts_failures_by_code_and_empty_and_cut_answers(batch: Batch) -> None:
     """Regression: for 300 failed rows it only said "failed 300"."""
     rows = [{"prompt": "one"}, {"prompt": "one", "top_k": -5}, {"prompt": "one", "n": "x"}, "??"]
     source = batch.write([*rows, {"prompt": "one", "max_tokens": 1}, {"prompt_token_ids": [10**6]}])
     assert batch.run(source, *GREEDY, "--summary-json", batch.directory / "s.json") == 1
-    assert f"2 failed with invalid_row, the first at {source}:2: top_k must be" in batch.told
-    assert f"1 failed with invalid_request, the first at {source}:6: " in batch.told
+    assert f"2 rows failed with invalid_row, the first at {source}:2: top_k must be" in batch.stderr
+    assert f"1 rows failed with invalid_request, the first at {source}:6: " in batch.stderr
     facts = json.loads((batch.directory / "s.json").read_text())
     assert (facts["empty_answers"], facts["cut_answers"]) == (1, 1)
     assert (facts["rows"], facts["answered"], facts["failed"]) == (6, 3, 3)
     assert facts["output_tokens"] > 1 and facts["ended"] == "complete"
-    assert "1 answers were cut at max_tokens" in batch.told
-    assert "1 answers are empty" in batch.told
+    assert "1 answers were cut at max_tokens" in batch.stderr
+    assert "1 answers are empty" in batch.stderr
 
 
-def test_no_rows_are_told(batch: Batch) -> None:
+def test_inputs_without_rows_cause_a_warning(batch: Batch) -> None:
     for content in (b"", b"prompt,x\n"):
         assert batch.run(batch.write(content, "in.csv"), "--restart") == 0
-        assert "the inputs have no rows" in batch.told
+        assert "the inputs have no rows" in batch.stderr
 
 
 # --- resuming -------------------------------------------------------------------------------------
 
 
-def test_the_same_command_goes_on_where_it_was(batch: Batch) -> None:
+def test_the_same_command_resumes_after_the_last_complete_record(batch: Batch) -> None:
     source = batch.write([completion(str(i)) for i in range(20)])
     args = (source, "--stop", "x", "--stop", "y", "--logit-bias", "5", "1.5")
     assert batch.run(*args) == 0
@@ -470,42 +480,42 @@ def test_the_same_command_goes_on_where_it_was(batch: Batch) -> None:
     for kept in (0, 1, 7, 19, 20):
         for torn in (b"", lines[-1][: len(lines[-1]) // 2], b"\0" * 50):
             batch.output.write_bytes(b"".join(lines[:kept]) + torn)
-            assert batch.run(*args) == 0, batch.told
-            assert f"resumed {kept:>27}" in batch.told
+            assert batch.run(*args) == 0, batch.stderr
+            assert f"resumed {kept:>27}" in batch.stderr
             assert len(batch.by_row()) == 20
             assert sorted(batch.output.read_bytes().splitlines()) == sorted(
                 line.rstrip() for line in lines
             )
 
 
-def test_a_line_that_is_no_record_is_dropped_and_its_row_runs_again(batch: Batch) -> None:
+def test_an_invalid_line_is_dropped_and_its_row_runs_again(batch: Batch) -> None:
     source = batch.write([completion(str(i)) for i in range(5)])
     assert batch.run(source) == 0
     lines = batch.output.read_bytes().splitlines(keepends=True)
     lines[2] = b"\0" * (len(lines[2]) - 1) + b"\n"
     batch.output.write_bytes(b"".join(lines))
     assert batch.run(source) == 0
-    assert "1 lines are no records" in batch.told
+    assert "1 lines are not records" in batch.stderr
     assert len(batch.by_row()) == 5
 
 
-def test_another_job_is_refused_with_what_differs(batch: Batch) -> None:
+def test_another_job_is_refused_with_the_differences(batch: Batch) -> None:
     source = batch.write([completion("a"), completion("b")])
     assert batch.run(source, "--seed", "3") == 0
     kept = batch.output.read_bytes()
     assert batch.run(source, "--seed", "4", "--top-k", "9") == 2
-    assert "engine.seed: it was 3, it is 4" in batch.told
-    assert "rows.sampling.top_k: it was null, it is 9" in batch.told
+    assert "engine.seed: it was 3, it is 4" in batch.stderr
+    assert "rows.sampling.top_k: it was null, it is 9" in batch.stderr
     other = batch.write([completion("c")], "other.jsonl")
     assert batch.run(other, "--seed", "3") == 2
-    assert "inputs[0]: it was" in batch.told
+    assert "inputs[0]: it was" in batch.stderr
     source.write_bytes(source.read_bytes().replace(b'"a"', b'"z"'))
     assert batch.run(source, "--seed", "3") == 2
-    assert "in.jsonl: its content has changed" in batch.told
+    assert "in.jsonl: its content has changed" in batch.stderr
     config = batch.directory / "model" / "config.json"
     config.write_text(f"{config.read_text()} ")
     assert batch.run(source, "--seed", "3") == 2
-    assert "model.files.config.json: it was" in batch.told
+    assert "model.files.config.json: it was" in batch.stderr
     assert batch.output.read_bytes() == kept
     assert batch.run(source, "--seed", "4", "--restart") == 0
     assert (batch.directory / "out.1.jsonl").read_bytes() == kept
@@ -513,7 +523,7 @@ def test_another_job_is_refused_with_what_differs(batch: Batch) -> None:
     assert len(batch.by_row()) == 2
 
 
-def test_an_input_that_has_only_grown_is_continued(batch: Batch) -> None:
+def test_rows_appended_to_an_input_are_run(batch: Batch) -> None:
     source = batch.write([completion("a")])
     more = batch.write([completion("c")], "more.jsonl")
     assert batch.run(source) == 0
@@ -527,14 +537,14 @@ def test_an_input_that_has_only_grown_is_continued(batch: Batch) -> None:
     assert batch.run(source, more) == 2, "rows of the second file would have other numbers"
 
 
-def test_failed_rows_run_again_when_asked(batch: Batch) -> None:
+def test_failed_rows_run_again_with_retry_errors(batch: Batch) -> None:
     rows = [completion("a"), completion("b", temprature=1), completion("c")]
     source = batch.write(rows)
     assert batch.run(source) == 1
     assert batch.run(source) == 1
-    assert "resumed                           3" in batch.told
+    assert "resumed                           3" in batch.stderr
     assert batch.run(source, "--retry-errors") == 1
-    assert "resumed                           2" in batch.told
+    assert "resumed                           2" in batch.stderr
     assert len(batch.by_row()) == 3
 
 
@@ -555,7 +565,7 @@ def test_a_second_process_on_the_same_output_is_refused(batch: Batch) -> None:
         other.stdout.readline()
         runs.write_text(f"run {other.pid} 0\n")
         assert batch.run(source, *GREEDY) == 2
-        assert f"is being written by another process, pid {other.pid}" in batch.told
+        assert f"is being written by another process, pid {other.pid}" in batch.stderr
         other.communicate()
     assert batch.run(source, *GREEDY) == 0
 
@@ -563,36 +573,36 @@ def test_a_second_process_on_the_same_output_is_refused(batch: Batch) -> None:
 # --- how a run ends -------------------------------------------------------------------------------
 
 
-def test_errors_apart_and_records_in_order(batch: Batch) -> None:
+def test_error_records_go_to_their_own_file_and_the_output_is_sorted(batch: Batch) -> None:
     rows = [completion(str(i), **({"x": 1} if i % 3 == 1 else {})) for i in range(30)]
     errors = batch.directory / "errors.jsonl"
-    args = (batch.write(rows), "--errors", errors, "--in-order")
+    args = (batch.write(rows), "--errors", errors, "--sort-output")
     assert batch.run(*args) == 1
     assert [row_of(record) for record in batch.records()] == [i for i in range(30) if i % 3 != 1]
     assert [row_of(record) for record in batch.records(errors)] == list(range(1, 30, 3))
     assert batch.run(*args) == 1
-    assert "resumed                          30" in batch.told
+    assert "resumed                          30" in batch.stderr
 
 
 def test_too_many_errors_stop_the_run(batch: Batch) -> None:
     rows = [completion(str(i), **({"x": 1} if i >= 5 else {})) for i in range(30)]
     source = batch.write(rows)
-    assert batch.run(source, "--max-errors", "3", "--keep-input-order") == 3
-    assert "4 rows failed, and --max-errors 3 are allowed" in batch.told
+    assert batch.run(source, "--max-errors", "3", "--no-reorder") == 3
+    assert "4 rows failed, more than --max-errors 3;" in batch.stderr
     assert sum(record["error"] is not None for record in batch.records()) == 4
     assert batch.run(source, "--max-errors", "0", "--restart") == 3
     assert batch.run(source) == 1
     assert len(batch.by_row()) == 30
 
 
-def test_a_custom_id_that_stands_twice_is_told(batch: Batch) -> None:
+def test_a_duplicate_custom_id_causes_a_warning(batch: Batch) -> None:
     rows = [completion(name) for name in ("a", "b", "a", "c")]
     assert batch.run(batch.write(rows)) == 0
-    assert "in.jsonl:3: both are answered" in batch.told
+    assert "in.jsonl:3: both rows run" in batch.stderr
     assert len(batch.by_row()) == 4
 
 
-def test_stdin_to_a_pipe(batch: Batch, monkeypatch: Any) -> None:
+def test_rows_from_stdin_are_answered_to_a_pipe(batch: Batch, monkeypatch: Any) -> None:
     stdin = batch.write(b'"one"\ntorn\n"dog"\n', "stdin").open("rb")
     monkeypatch.setattr("sys.stdin", type("Stdin", (), {"buffer": stdin}))
     read, write = os.pipe()
@@ -606,7 +616,7 @@ def test_stdin_to_a_pipe(batch: Batch, monkeypatch: Any) -> None:
     assert sorted(path.name for path in batch.directory.iterdir()) == ["model", "stdin"]
 
 
-@pytest.mark.parametrize("options", [(), ("--keep-input-order",), ("--input-format", "csv")])
+@pytest.mark.parametrize("options", [(), ("--no-reorder",), ("--input-format", "csv")])
 def test_a_row_is_answered_before_the_next_one_is_written(
     batch: Batch, monkeypatch: Any, options: tuple[str, ...]
 ) -> None:
@@ -630,7 +640,7 @@ def test_a_row_is_answered_before_the_next_one_is_written(
     assert [texts(record) for record in batch.records()] == [[ANSWERS["one"]], [ANSWERS["dog"]]]
 
 
-def test_an_error_of_stdin_is_that_of_the_job(batch: Batch, monkeypatch: Any) -> None:
+def test_a_read_error_of_stdin_becomes_an_error_record(batch: Batch, monkeypatch: Any) -> None:
     class Broken(io.BytesIO):
         def readline(self, size: int | None = -1) -> bytes:
             raise OSError("the disk is gone")
@@ -638,20 +648,20 @@ def test_an_error_of_stdin_is_that_of_the_job(batch: Batch, monkeypatch: Any) ->
     monkeypatch.setattr("sys.stdin", type("Stdin", (), {"buffer": Broken()}))
     assert batch.run("-", *GREEDY) == 1
     (record,) = batch.records()
-    assert "can't be read behind row 0: the disk is gone" in record["error"]["message"]
+    assert "can't be read after row 0: the disk is gone" in record["error"]["message"]
 
 
-def test_what_is_read_of_stdin_ahead_is_bounded(monkeypatch: Any) -> None:
-    monkeypatch.setattr(prefetch, "WAITING_BYTES", 100)
-    one, read = Input(name="-", form="txt"), []
+def test_the_prefetch_of_stdin_is_bounded(monkeypatch: Any) -> None:
+    monkeypatch.setattr(prefetch, "MAX_WAITING_BYTES", 100)
+    source, read = Input(name="-", form="txt"), []
 
     def lines() -> Iterator[Line]:
         for row in range(50):
             read.append(row)
-            yield Line(row, one, row + 1, bytes(30))
+            yield Line(row, source, row + 1, bytes(30))
 
     seen = []
-    for line in Ahead(lines()):
+    for line in Prefetcher(lines()):
         if line is not PAUSE:
             time.sleep(0.0005)  # the thread reads ahead up to its limit
             seen.append(line.row)
@@ -664,12 +674,10 @@ def test_a_job_that_read_stdin_is_not_resumed(batch: Batch, monkeypatch: Any) ->
         stdin = batch.write(["one"], "stdin").open("rb")
         monkeypatch.setattr("sys.stdin", type("Stdin", (), {"buffer": stdin}))
         assert batch.run("-", *GREEDY) == code
-    assert "a job that reads stdin can't be resumed" in batch.told
+    assert "a job that reads stdin can't be resumed" in batch.stderr
 
 
-def test_an_engine_that_fails_under_a_row_goes_on_without_it(
-    batch: Batch, monkeypatch: Any
-) -> None:
+def test_a_row_whose_step_raises_three_times_is_poison(batch: Batch, monkeypatch: Any) -> None:
     """As after a crash of the process: at its third failure the row runs alone and is poison."""
     from tests.support.fake_llm import ScriptedExecutor
 
@@ -692,14 +700,14 @@ def test_an_engine_that_fails_under_a_row_goes_on_without_it(
 # --- unusual inputs -------------------------------------------------------------------------------
 
 
-def test_another_form_is_another_job(batch: Batch) -> None:
+def test_another_input_format_is_another_job(batch: Batch) -> None:
     source = batch.write([{"prompt": "one"}] * 3)
     assert batch.run(source) == 0
     assert batch.run(source, "--input-format", "txt") == 2
-    assert "read as jsonl, now as txt" in batch.told
+    assert "read as jsonl, now as txt" in batch.stderr
 
 
-def test_a_name_that_is_no_utf8(batch: Batch) -> None:
+def test_a_file_name_need_not_be_utf8(batch: Batch) -> None:
     source = batch.directory / os.fsdecode(b"\xff.jsonl")
     source.write_bytes(b'{"prompt": "one"}\nbad\n')
     assert batch.run(source) == 1
@@ -707,7 +715,7 @@ def test_a_name_that_is_no_utf8(batch: Batch) -> None:
     assert batch.run(source) == 1  # the manifest can be compared
 
 
-def test_columns_count_for_how_many_rows_are_in_memory(batch: Batch, monkeypatch: Any) -> None:
+def test_the_size_of_a_window_includes_all_columns(batch: Batch, monkeypatch: Any) -> None:
     """Regression: the window was bounded only by prompts: 4,096 rows of 16 MiB are 64 GiB."""
     from nanoengine.jobs import reorder
 
@@ -736,7 +744,7 @@ def test_columns_count_for_how_many_rows_are_in_memory(batch: Batch, monkeypatch
     ],
 )
 @pytest.mark.extra
-def test_a_column_that_no_type_of_parquet_holds_is_json(
+def test_a_column_without_a_parquet_type_is_written_as_json(
     batch: Batch, values: list[Any], expected: list[Any]
 ) -> None:
     """Regression: all rows were answered, and then the table could not be written."""
@@ -745,7 +753,7 @@ def test_a_column_that_no_type_of_parquet_holds_is_json(
 
     output = batch.directory / "out.parquet"
     source = batch.write([{"prompt": "one", "x": x, "\ud800": 1} for x in values])
-    assert batch.run(source, output=output) == 0, batch.told
+    assert batch.run(source, output=output) == 0, batch.stderr
     table = pyarrow.parquet.read_table(output)
     assert table["x"].to_pylist() == expected
     assert table["\\ud800"].to_pylist() == [1, 1]
@@ -755,61 +763,61 @@ def test_a_column_that_no_type_of_parquet_holds_is_json(
 # --- files of a job, and names that refer to other files -----------------------------------------
 
 
-def test_a_glob_passes_over_the_files_of_the_job(batch: Batch, monkeypatch: Any) -> None:
+def test_a_glob_skips_the_files_of_the_job(batch: Batch, monkeypatch: Any) -> None:
     """Regression: the same command was refused, because the glob matched the output."""
     monkeypatch.chdir(batch.directory)
     batch.write(["one", {"no": 1}], "a.jsonl")
     args = ("*.json*", "--errors", "e.jsonl", "--summary-json", "s.json", *GREEDY)
     for options in ((), (), ("--restart",), ()):
         (batch.directory / "out.jsonl.tmp").touch()  # as a killed process leaves it
-        assert batch.run(*args, *options, output="out.jsonl") == 1, batch.told
+        assert batch.run(*args, *options, output="out.jsonl") == 1, batch.stderr
         assert [row_of(record) for record in batch.records()] == [0]
     assert (batch.directory / "out.1.jsonl").exists()
     batch.write(["dog"], "out.7.jsonl")  # named like a moved output, but is not one
-    assert batch.run(*args, output="out.jsonl") == 1, batch.told
+    assert batch.run(*args, output="out.jsonl") == 1, batch.stderr
     assert len(batch.by_row()) == 2
 
 
 def test_a_link_stays_a_link(batch: Batch, monkeypatch: Any) -> None:
-    """Regression: --in-order replaced the link by a file, and its target kept half of the job."""
+    """Regression: --sort-output replaced the link by a file; its target kept half of the job."""
     store = batch.directory / "store"
     store.mkdir()
     for name in ("out.jsonl", "e.jsonl"):
         (batch.directory / name).symlink_to(store / name)
     source = batch.write(["one", {"no": 1}, "dog"])
-    args = (source, "--in-order", "--errors", batch.directory / "e.jsonl", *GREEDY)
+    args = (source, "--sort-output", "--errors", batch.directory / "e.jsonl", *GREEDY)
     for _ in range(2):
-        assert batch.run(*args) == 1, batch.told
+        assert batch.run(*args) == 1, batch.stderr
         assert batch.output.is_symlink()
         assert [row_of(record) for record in batch.records(store / "out.jsonl")] == [0, 2]
         assert [row_of(record) for record in batch.records(store / "e.jsonl")] == [1]
-    assert "resumed                           3" in batch.told
-    assert batch.run(*args, "--restart") == 1, batch.told
+    assert "resumed                           3" in batch.stderr
+    assert batch.run(*args, "--restart") == 1, batch.stderr
     assert batch.output.is_symlink()
     assert [row_of(record) for record in batch.records(store / "out.1.jsonl")] == [0, 2]
 
 
-def test_two_jobs_share_no_file_of_errors(batch: Batch, monkeypatch: Any) -> None:
+def test_two_jobs_cannot_share_an_errors_file(batch: Batch, monkeypatch: Any) -> None:
     """Regression: the second job accepted the empty file, and both used each other's rows."""
     monkeypatch.chdir(batch.directory)
     good, bad = batch.write(["one"], "good.jsonl"), batch.write([{"no": 1}], "bad.jsonl")
     assert batch.run(good, "--errors", "e.jsonl", *GREEDY, output="a.jsonl") == 0
     for output in ("b.jsonl", "/dev/null"):
         assert batch.run(bad, "--errors", "e.jsonl", output=output) == 2
-        assert "--errors 'e.jsonl' is of another job, see e.jsonl.job.json" in batch.told
+        assert "--errors 'e.jsonl' belongs to another job, see e.jsonl.job.json" in batch.stderr
     assert not (batch.directory / "b.jsonl").exists()
     assert batch.run(good, "--errors", "e.jsonl", *GREEDY, output="a.jsonl") == 0
 
 
-def test_errors_beside_a_pipe_and_a_device_that_is_full(batch: Batch) -> None:
+def test_an_errors_file_with_an_output_pipe_and_a_full_device(batch: Batch) -> None:
     source = batch.write([{"no": 1}])
     assert batch.run(source, "--errors", batch.directory / "e.jsonl", output="/dev/null") == 1
     assert len(batch.records(batch.directory / "e.jsonl")) == 1
     assert batch.run(source, output="/dev/full") == 1
-    assert "error: No space left on device" in batch.told
+    assert "error: No space left on device" in batch.stderr
 
 
-def test_a_pipe_that_does_not_block_is_waited_for() -> None:
+def test_a_record_waits_until_a_non_blocking_pipe_accepts_it() -> None:
     """Regression: the run ended at the first record for which the pipe was full."""
     read, write = os.pipe()
     os.set_blocking(write, False)
@@ -831,31 +839,31 @@ def test_a_pipe_that_does_not_block_is_waited_for() -> None:
 
 
 @pytest.mark.parametrize("name", ["in.jsonl", "in.jsonl.gz", "in.csv"])
-def test_what_is_written_behind_an_input_meanwhile_is_for_the_next_run(
+def test_lines_appended_while_a_job_runs_are_left_to_the_next_run(
     batch: Batch, monkeypatch: Any, name: str
 ) -> None:
     """Regression: a row that was read in two halves counted as two invalid rows."""
     row = b"prompt,x\none,1\n" if name.endswith("csv") else b'{"prompt": "one"}\n'
-    pack = gzip.compress if name.endswith("gz") else bytes
-    source = batch.write(pack(row), name)
+    compress = gzip.compress if name.endswith("gz") else bytes
+    source = batch.write(compress(row), name)
     work, late = Job.work, b"dog,2\ntorn" if name.endswith("csv") else b'"dog"\n{"to'
 
     def later(self: Job, *args: Any) -> Any:
         with source.open("ab") as file:
-            file.write(pack(late))
+            file.write(compress(late))
         return work(self, *args)
 
     monkeypatch.setattr(Job, "work", later)
-    assert batch.run(source, *GREEDY) == 0, batch.told
+    assert batch.run(source, *GREEDY) == 0, batch.stderr
     assert len(batch.records()) == 1
     monkeypatch.undo()
     if name.endswith("gz"):
         assert batch.run(source, *GREEDY) == 2
-        assert "its content has changed" in batch.told
+        assert "its content has changed" in batch.stderr
 
 
 @pytest.mark.extra
-def test_a_parquet_file_whose_values_python_has_not(batch: Batch) -> None:
+def test_parquet_values_without_a_python_type_become_an_error_record(batch: Batch) -> None:
     """Regression: they ended the run, and one of two columns with equal names was dropped."""
     pyarrow = pytest.importorskip("pyarrow")
     import pyarrow.parquet as parquet
@@ -866,19 +874,19 @@ def test_a_parquet_file_whose_values_python_has_not(batch: Batch) -> None:
     parquet.write_table(table, batch.directory / "days.parquet")
     twice = pyarrow.Table.from_arrays([texts_, texts_], ["prompt", "prompt"])
     parquet.write_table(twice, batch.directory / "twice.parquet")
-    assert batch.run(batch.directory / "*.parquet", *GREEDY) == 1, batch.told
+    assert batch.run(batch.directory / "*.parquet", *GREEDY) == 1, batch.stderr
     found = batch.by_row()
     *_, days_error, twice_error = (found[row]["error"] for row in sorted(found))
     assert days_error["code"] == twice_error["code"] == "unreadable_input"
-    assert "column 'prompt' stands twice" in twice_error["message"]
+    assert "column 'prompt' occurs twice" in twice_error["message"]
     assert len(found) == 64 + 2, "rows of the batches before are answered"
 
 
-def test_no_record_has_what_ends_a_line_for_others(batch: Batch) -> None:
+def test_no_record_contains_a_line_separator_of_unicode(batch: Batch) -> None:
     """JSON allows U+2028 in a string, but Python's `splitlines` splits there."""
     ends = "a\u2028b\u2029c\x85d\x0be\x1cf\r\n\0\ufeff"
     source = batch.write([{"prompt": "one", "x": ends, ends: 1}])
-    assert batch.run(source, *GREEDY) == 0, batch.told
+    assert batch.run(source, *GREEDY) == 0, batch.stderr
     text = batch.output.read_bytes().decode()
     assert len(text.splitlines()) == 1
     found = batch.by_row()
@@ -926,7 +934,7 @@ def is_lines(lines: list[bytes]) -> bool:
 @example(lines=[b"[null[]"])
 @example(lines=[b"[null, []]"])
 @pytest.mark.filterwarnings("ignore")
-def test_lines_of_any_bytes_are_each_answered_once(batch: Batch, lines: list[bytes]) -> None:
+def test_each_line_of_arbitrary_bytes_gets_one_record(batch: Batch, lines: list[bytes]) -> None:
     source = batch.write(b"\n".join(lines))
     for path in batch.directory.glob("out*"):
         path.unlink()
@@ -939,12 +947,12 @@ def test_lines_of_any_bytes_are_each_answered_once(batch: Batch, lines: list[byt
     assert all(record["error"]["line"] == rows[row_of(record)] + 1 for record in failed)
 
 
-def test_rows_that_waited_for_blocks_are_told_with_what_would_help(tmp_path, capsys):
+def test_the_summary_suggests_options_if_rows_waited_for_blocks(tmp_path, capsys):
     rows = tmp_path / "in.jsonl"
     rows.write_text('{"prompt": "One day a dog", "max_tokens": 60}\n' * 4)
     for blocks, waited in ((6, True), (400, False)):
         args = ["batch", "demo", str(rows), "--output", str(tmp_path / f"{blocks}.jsonl")]
         assert cli.main([*args, "--num-kv-blocks", str(blocks), "--max-model-len", "80"]) == 0
-        told = capsys.readouterr().err
-        assert ("rows waited for blocks of the KV cache in " in told) == waited, told
-        assert ("--kv-cache-gib" in told) == waited
+        stderr = capsys.readouterr().err
+        assert ("rows waited for blocks of the KV cache in " in stderr) == waited, stderr
+        assert ("--kv-cache-gib" in stderr) == waited

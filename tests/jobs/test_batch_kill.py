@@ -1,4 +1,4 @@
-"""A job that is killed, stopped or hits a full disk ends with the records of an undisturbed one."""
+"""A job that is killed, stopped or hits a full disk ends with the records of a complete run."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def command(model: Path, source: Path | str, output: Path, *more: str) -> list[s
 
 
 @pytest.fixture(scope="module")
-def undisturbed(
+def uninterrupted(
     server: BatchServer, model: Path, source: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Any]:
     output = tmp_path_factory.mktemp("undisturbed") / "out.jsonl"
@@ -103,22 +103,22 @@ def failed(found: dict[str, Any]) -> int:
     return sum(record["error"] is not None for record in found.values())
 
 
-def test_an_undisturbed_run_answers_every_row(undisturbed: dict[str, Any]) -> None:
-    assert failed(undisturbed) == 14
+def test_an_uninterrupted_run_answers_every_row(uninterrupted: dict[str, Any]) -> None:
+    assert failed(uninterrupted) == 14
     texts = [
         [choice["text"] for choice in record["response"]["body"]["choices"]]
-        for record in undisturbed.values()
+        for record in uninterrupted.values()
         if record.get("response")
     ]
     assert sum(len(pair) == 2 and pair[0] != pair[1] for pair in texts) > 60
 
 
-def test_sigkill_at_twenty_random_moments(
+def test_a_job_survives_sigkill_at_twenty_random_moments(
     server: BatchServer,
     model: Path,
     source: Path,
     tmp_path: Path,
-    undisturbed: dict[str, Any],
+    uninterrupted: dict[str, Any],
 ) -> None:
     draw, output = random.Random(1), tmp_path / "out.jsonl"
     num_done, num_kills, sizes = 0, 0, set()
@@ -132,47 +132,47 @@ def test_sigkill_at_twenty_random_moments(
         sizes.add(output.stat().st_size)
     assert len(sizes) > 10, "most of the processes did something"
     assert server.run(command(model, source, output)) == 1
-    assert records(output) == undisturbed
+    assert records(output) == uninterrupted
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out.jsonl", "out.jsonl.job.json"]
 
 
 @pytest.mark.parametrize(
-    ("number", "code", "grace"), [(signal.SIGTERM, 143, "0"), (signal.SIGINT, 130, "10")]
+    ("number", "code", "timeout"), [(signal.SIGTERM, 143, "0"), (signal.SIGINT, 130, "10")]
 )
-def test_a_signal_ends_the_run_and_the_next_one_goes_on(
+def test_a_signal_ends_the_run_and_the_next_run_resumes(
     server: BatchServer,
     model: Path,
     source: Path,
     tmp_path: Path,
-    undisturbed: dict[str, Any],
+    uninterrupted: dict[str, Any],
     number: int,
     code: int,
-    grace: str,
+    timeout: str,
 ) -> None:
     output = tmp_path / "out.jsonl"
     for count in (1, 150):
-        pid = server.start(command(model, source, output, "--grace", grace))
+        pid = server.start(command(model, source, output, "--shutdown-timeout", timeout))
         assert wait_for_lines(output, count, pid) < NUM_ROWS
         os.kill(pid, number)
         assert server.wait() == code
         assert output.read_bytes().endswith(b"\n")
     assert server.run(command(model, source, output)) == 1
-    assert records(output) == undisturbed
+    assert records(output) == uninterrupted
 
 
 def test_a_second_signal_stops_at_once(
     server: BatchServer, model: Path, source: Path, tmp_path: Path
 ) -> None:
-    output, runs = tmp_path / "out.jsonl", tmp_path / "out.jsonl.job.runs"
-    pid = server.start(command(model, source, output, "--grace", "600"), step_s=0.5)
-    wait_for_lines(runs, 26, pid)
+    output, journal = tmp_path / "out.jsonl", tmp_path / "out.jsonl.job.runs"
+    pid = server.start(command(model, source, output, "--shutdown-timeout", "600"), step_s=0.5)
+    wait_for_lines(journal, 26, pid)
     os.kill(pid, signal.SIGTERM)
     time.sleep(0.2)
-    given_out = sum(line.strip().isdecimal() for line in runs.open())
+    num_started = sum(line.strip().isdecimal() for line in journal.open())
     os.kill(pid, signal.SIGTERM)
     assert server.wait() == 143
-    answered = sum(json.loads(line)["error"] is None for line in output.open())
-    assert given_out >= 24 > answered, "the grace would have let all of them end"
+    num_answered = sum(json.loads(line)["error"] is None for line in output.open())
+    assert num_started >= 24 > num_answered, "all would have finished within the shutdown timeout"
 
 
 def test_a_full_disk_leaves_an_output_that_the_next_run_completes(
@@ -180,23 +180,23 @@ def test_a_full_disk_leaves_an_output_that_the_next_run_completes(
     model: Path,
     source: Path,
     tmp_path: Path,
-    undisturbed: dict[str, Any],
+    uninterrupted: dict[str, Any],
 ) -> None:
-    output, told = tmp_path / "out.jsonl", tmp_path / "told.txt"
+    output, log = tmp_path / "out.jsonl", tmp_path / "stderr.txt"
     for max_bytes in (20_000, 50_001):
         args = command(model, source, output)
-        assert server.run(args, max_bytes=max_bytes, stderr=str(told)) == 1
-        assert str(output) in told.read_text()
-        assert "can't be written: File too large" in told.read_text()
-        assert "Traceback" not in told.read_text()
+        assert server.run(args, max_bytes=max_bytes, stderr=str(log)) == 1
+        assert str(output) in log.read_text()
+        assert "can't be written: File too large" in log.read_text()
+        assert "Traceback" not in log.read_text()
         assert max_bytes - 2000 < output.stat().st_size <= max_bytes
         assert output.read_bytes().endswith(b"}\n")
     assert server.run(command(model, source, output)) == 1
-    assert records(output) == undisturbed
+    assert records(output) == uninterrupted
 
 
 @pytest.mark.parametrize("number", [signal.SIGABRT, signal.SIGSEGV, signal.SIGKILL])
-def test_a_row_under_which_the_process_dies_three_times_is_poison(
+def test_a_row_that_crashes_the_process_three_times_is_poison(
     server: BatchServer, model: Path, tmp_path: Path, number: int
 ) -> None:
     """Only that row is poison, though others ran at the same time. A kill from outside counts only
@@ -206,16 +206,16 @@ def test_a_row_under_which_the_process_dies_three_times_is_poison(
     lines[7] = {"prompt_token_ids": [7] * 37, "max_tokens": 4}
     source.write_text("\n".join(map(json.dumps, lines)))
     args = command(model, source, output)
-    deaths = 0
+    crashes = 0
     while (status := server.run(args, die_on=37, signal=number)) == -number:
-        deaths += 1
-        assert deaths < 20
+        crashes += 1
+        assert crashes < 20
     assert status == 1
     found = {record["_row"]: record for record in map(json.loads, output.open())}
     assert len(found) == 60
     assert [row for row, record in found.items() if record["error"]] == [7]
     assert found[7]["error"]["code"] == "poison"
-    assert deaths == 3 or (number == signal.SIGKILL and deaths <= 5)
+    assert crashes == 3 or (number == signal.SIGKILL and crashes <= 5)
 
 
 # --- soak test ------------------------------------------------------------------------------------
@@ -224,7 +224,7 @@ NUM_KILLS = int(os.environ.get("BATCH_KILLS", "24"))
 CODES = {signal.SIGKILL: (-9,), signal.SIGTERM: (143, -15), signal.SIGINT: (130, 99)}
 """Exit codes; the second of a pair is for a process that has not reached the command yet."""
 
-LEAST_NEW = 5
+MIN_NEW_RECORDS = 5
 """Records that a process must add before any are damaged: without one its rows are suspects."""
 
 
@@ -262,7 +262,7 @@ def kept(directory: Path) -> dict[int, Any]:
     return found
 
 
-def written(raw: bytes, draw: random.Random) -> bytes:
+def rewritten(raw: bytes, draw: random.Random) -> bytes:
     """Returns the same records as another program writes them."""
     options: dict[str, Any] = {
         "sort_keys": draw.random() < 0.5,
@@ -270,12 +270,12 @@ def written(raw: bytes, draw: random.Random) -> bytes:
         "separators": draw.choice([(",", ":"), (", ", ": "), (" ,\t", " : ")]),
     }
     end = draw.choice(["\n", "\r\n"])
-    whole = raw[: raw.rindex(b"\n")].split(b"\n")
-    lines = [json.dumps(json.loads(one), **options) + end for one in whole]
+    complete = raw[: raw.rindex(b"\n")].split(b"\n")
+    lines = [json.dumps(json.loads(line), **options) + end for line in complete]
     return "".join(lines).encode()[: draw.choice([None, -len(end)])]
 
 
-def damaged(raw: bytes, draw: random.Random) -> bytes:
+def damage(raw: bytes, draw: random.Random) -> bytes:
     """Returns the same with a truncated end, with zero bytes, or with two lines joined."""
     middle = raw.index(b"\n", draw.randrange(len(raw) * 3 // 4)) - draw.randrange(50)
     return draw.choice(
@@ -285,28 +285,28 @@ def damaged(raw: bytes, draw: random.Random) -> bytes:
 
 
 @pytest.mark.soak
-def test_jobs_that_are_killed_again_and_again(
+def test_jobs_survive_many_kills(
     server: BatchServer, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Runs BATCH_KILLS kills on jobs of every format. Other programs write to their outputs between
     two processes. No row is lost or answered twice, and no answer differs."""
     draw, counts = random.Random(NUM_KILLS), Counter[str]()
-    inputs, undisturbed, started = write_inputs(tmp_path), {}, time.monotonic()
+    inputs, uninterrupted, started = write_inputs(tmp_path), {}, time.monotonic()
     for form, (source, *sampled) in inputs.items():
         (tmp_path / form).mkdir()
         args = command(model, source, tmp_path / form / "out.jsonl", *sampled)
         assert server.run(args) == 1
-        undisturbed[form] = kept(tmp_path / form)
+        uninterrupted[form] = kept(tmp_path / form)
     while counts["kills"] < NUM_KILLS:
         form = list(inputs)[counts["jobs"] % len(inputs)]
         counts["jobs"] += 1
         directory = tmp_path / str(counts["jobs"])
         directory.mkdir()
-        more = ["--in-order"] * (draw.random() < 0.5)
+        more = ["--sort-output"] * (draw.random() < 0.5)
         more += ["--errors", str(directory / "errors.jsonl")] * (draw.random() < 0.5)
         source, *sampled = inputs[form]
         args = command(model, source, directory / "out.jsonl", *sampled, *more)
-        kill_until_complete(server, args, directory, undisturbed[form], draw, counts)
+        kill_until_complete(server, args, directory, uninterrupted[form], draw, counts)
     with capsys.disabled():
         print(f"\n{dict(counts)} in {time.monotonic() - started:.0f} s")
 
@@ -315,17 +315,17 @@ def kill_until_complete(
     server: BatchServer,
     args: list[str],
     directory: Path,
-    undisturbed: dict[int, Any],
+    uninterrupted: dict[int, Any],
     draw: random.Random,
     counts: Counter[str],
 ) -> None:
     """Runs a job to its end, with kills and edits by other programs in between."""
-    output, told = directory / "out.jsonl", directory / "told"
+    output, log = directory / "out.jsonl", directory / "stderr"
     before: dict[int, Any] = {}
-    may_be_early = True  # Why once: three deaths before any record make a row poison.
+    may_be_early = True  # Why once: three kills before any record make a row poison.
     while True:
-        told.touch()  # Why: a process may be killed before it has opened its stderr.
-        pid = server.start(args, stderr=str(told))
+        log.touch()  # Why: a process may be killed before it has opened its stderr.
+        pid = server.start(args, stderr=str(log))
         if counts["kills"] < NUM_KILLS:
             if may_be_early and draw.random() < 0.3:
                 may_be_early = False
@@ -337,20 +337,20 @@ def kill_until_complete(
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
         status = server.wait()
-        assert "Traceback" not in told.read_text()
+        assert "Traceback" not in log.read_text()
         found = kept(directory)
         assert before.keys() <= found.keys(), "a record was lost"
-        assert found == {row: undisturbed[row] for row in found}
+        assert found == {row: uninterrupted[row] for row in found}
         if status == 1:
-            assert found == undisturbed
+            assert found == uninterrupted
             return
-        assert status in CODES[number], told.read_text()
+        assert status in CODES[number], log.read_text()
         counts["kills"] += 1
         counts[number.name] += 1
         touched = draw.choice(sorted(directory.glob("*.jsonl")) or [output])
         raw = touched.read_bytes() if touched.exists() else b""
-        if raw.count(b"\n") >= 4 * LEAST_NEW and len(found) >= len(before) + LEAST_NEW:
-            how = draw.choice([written, damaged])
-            touched.write_bytes(how(raw, draw))
-            counts[how.__name__] += 1
+        if raw.count(b"\n") >= 4 * MIN_NEW_RECORDS and len(found) >= len(before) + MIN_NEW_RECORDS:
+            rewrite = draw.choice([rewritten, damage])
+            touched.write_bytes(rewrite(raw, draw))
+            counts[rewrite.__name__] += 1
         before = kept(directory)

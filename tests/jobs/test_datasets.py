@@ -32,7 +32,7 @@ def llm(make_llm: MakeLLM, tmp_path: Path) -> Iterator[LLM]:
 def check(rows: list[dict[str, Any]]) -> None:
     assert [row["id"] for row in rows] == [1, 2, 3]
     texts = [[output["text"] for output in row["outputs"]] for row in rows]
-    assert [list(one) for one in texts] == [[ANSWERS["one"]], [], [ANSWERS["dog"]]]
+    assert texts == [[ANSWERS["one"]], [], [ANSWERS["dog"]]]
     assert [row["error"] is None for row in rows] == [True, False, True]
     assert "empty" in rows[1]["error"]["message"]
 
@@ -56,7 +56,7 @@ def rows_of(table: Any) -> list[dict[str, Any]]:
 LIBRARIES = ["pyarrow", "pandas", "polars", "datasets"]
 
 
-def test_a_list_gives_a_list_and_a_generator_an_iterator(llm: LLM) -> None:
+def test_a_list_returns_a_list_and_a_generator_returns_an_iterator(llm: LLM) -> None:
     found = llm.generate_dataset(ROWS, sampling_params=GREEDY)
     assert isinstance(found, list)
     check(found)
@@ -69,7 +69,7 @@ def test_a_list_gives_a_list_and_a_generator_an_iterator(llm: LLM) -> None:
     assert "must be a string, a list of token ids or a dict, got b" in raw["error"]["message"]
 
 
-def test_a_lazy_source_is_pulled_as_it_is_answered(llm: LLM) -> None:
+def test_a_lazy_source_is_pulled_lazily(llm: LLM) -> None:
     pulled = 0
 
     def rows() -> Iterator[dict[str, Any]]:
@@ -83,7 +83,7 @@ def test_a_lazy_source_is_pulled_as_it_is_answered(llm: LLM) -> None:
     assert pulled < 10_000
 
 
-def test_with_an_output_it_is_resumed(llm: LLM, tmp_path: Path, seen: list[Any]) -> None:
+def test_a_call_with_an_output_resumes(llm: LLM, tmp_path: Path, seen: list[Any]) -> None:
     output = tmp_path / "out.jsonl"
     check(llm.generate_dataset(ROWS, output=output, sampling_params=GREEDY))
     lines = output.read_bytes().splitlines(keepends=True)
@@ -97,7 +97,7 @@ def test_with_an_output_it_is_resumed(llm: LLM, tmp_path: Path, seen: list[Any])
         llm.generate_dataset(ROWS[:2], output=output, sampling_params=GREEDY)
 
 
-def test_a_second_call_does_not_replace_the_rows_of_one_that_runs(
+def test_a_concurrent_call_does_not_replace_the_rows_of_the_first(
     llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Regression: it was refused only after it had overwritten the first call's rows."""
@@ -114,7 +114,7 @@ def test_a_second_call_does_not_replace_the_rows_of_one_that_runs(
     assert {path.name for path in tmp_path.iterdir()} == left
 
 
-def test_what_reading_the_rows_raises_is_no_fault_of_the_output(llm: LLM, tmp_path: Path) -> None:
+def test_an_error_of_the_source_is_raised_unchanged(llm: LLM, tmp_path: Path) -> None:
     def rows() -> Iterator[dict[str, Any]]:
         yield ROWS[0]
         raise FileNotFoundError("the source is gone")
@@ -124,7 +124,7 @@ def test_what_reading_the_rows_raises_is_no_fault_of_the_output(llm: LLM, tmp_pa
         list(found)
 
 
-def test_a_path_gives_the_path_of_the_answers(llm: LLM, tmp_path: Path) -> None:
+def test_a_path_returns_the_path_of_the_output(llm: LLM, tmp_path: Path) -> None:
     source, output = tmp_path / "in.csv", tmp_path / "out.jsonl"
     source.write_text("word,n\none,5\n")
     found = llm.generate_dataset(
@@ -138,7 +138,7 @@ def test_a_path_gives_the_path_of_the_answers(llm: LLM, tmp_path: Path) -> None:
 
 @pytest.mark.extra
 @pytest.mark.parametrize("library", LIBRARIES)
-def test_a_table_gives_one_of_its_kind(llm: LLM, library: str) -> None:
+def test_a_table_returns_a_table_of_its_type(llm: LLM, library: str) -> None:
     table = table_of(library, ROWS)
     found = llm.generate_dataset(table, sampling_params=GREEDY)
     assert type(found) is type(table)
@@ -153,7 +153,7 @@ def test_a_table_gives_one_of_its_kind(llm: LLM, library: str) -> None:
 @pytest.mark.extra
 @pytest.mark.parametrize("name", ["outputs", "usage", "error", "_row"])
 @pytest.mark.parametrize("library", [*LIBRARIES[:3], None])
-def test_columns_that_are_called_as_ours_are_replaced(
+def test_columns_with_the_names_of_new_ones_are_replaced(
     llm: LLM, name: str, library: str | None, tmp_path: Path
 ) -> None:
     rows = [{"prompt": "one", name: "mine"}]
@@ -198,7 +198,7 @@ def test_tables_keep_their_columns_and_types(llm: LLM) -> None:
         assert found.column_names == ["prompt", "n", "outputs", "usage", "error"]
 
 
-def test_no_library_is_imported_that_the_caller_does_not_use() -> None:
+def test_only_libraries_of_the_caller_are_imported() -> None:
     code = (
         "import sys, nanoengine.jobs.datasets;"
         "print([m for m in ('pandas', 'polars', 'datasets', 'pyarrow') if m in sys.modules])"
@@ -207,7 +207,7 @@ def test_no_library_is_imported_that_the_caller_does_not_use() -> None:
     assert done.stdout.strip() == "[]"
 
 
-def test_an_output_that_is_a_table_and_numbers_that_json_has_not(llm: LLM, tmp_path: Path) -> None:
+def test_a_parquet_output_and_nan_values_work(llm: LLM, tmp_path: Path) -> None:
     """Regression: a row with NaN could not be read back, and the table was read as text."""
     pytest.importorskip("pyarrow")
     rows = [{"prompt": "one", "x": float("nan")}, {"prompt": "one", "x": 1.0}]
@@ -218,7 +218,7 @@ def test_an_output_that_is_a_table_and_numbers_that_json_has_not(llm: LLM, tmp_p
 
 
 @pytest.mark.parametrize("to_file", [False, True])
-def test_rows_of_numpy_are_rows(llm: LLM, tmp_path: Path, to_file: bool) -> None:
+def test_rows_may_be_numpy_values(llm: LLM, tmp_path: Path, to_file: bool) -> None:
     """Regression: an array of ids ended the call; from a file it was the text "[5 6]"."""
     import numpy as np
 
@@ -260,7 +260,7 @@ class Frame:
         return iter(self.columns)
 
 
-def columns_twice(library: str) -> Any:
+def table_with_duplicate_columns(library: str) -> Any:
     """Regression: one of two equal columns was silently dropped, perhaps the prompt."""
     module, names = pytest.importorskip(library), ["prompt", "prompt"]
     if library == "pandas":
@@ -275,20 +275,26 @@ def columns_twice(library: str) -> Any:
         (Frame, {}, "source must be a path, .* got Frame"),
         (lambda: ROWS, {"sampling_params": {"n": 2}}, "must be SamplingParams or None, got"),
         pytest.param(
-            lambda: columns_twice("pyarrow"), {}, "'prompt' stands twice", marks=pytest.mark.extra
+            lambda: table_with_duplicate_columns("pyarrow"),
+            {},
+            "'prompt' occurs twice",
+            marks=pytest.mark.extra,
         ),
         pytest.param(
-            lambda: columns_twice("pandas"), {}, "'prompt' stands twice", marks=pytest.mark.extra
+            lambda: table_with_duplicate_columns("pandas"),
+            {},
+            "'prompt' occurs twice",
+            marks=pytest.mark.extra,
         ),
     ],
 )
-def test_what_is_no_table_of_prompts_is_refused(llm: LLM, make, options, message) -> None:
+def test_an_unsupported_source_is_refused(llm: LLM, make, options, message) -> None:
     with pytest.raises(RequestError, match=message):
         llm.generate_dataset(make(), **options)
 
 
 @pytest.mark.extra
-def test_gaps_of_a_pandas_frame_and_its_subclasses(llm: LLM) -> None:
+def test_missing_values_and_subclasses_of_pandas_frames_are_supported(llm: LLM) -> None:
     """Missing values are NaN there, which no parameter accepts; subclasses yielded column names."""
     pandas = pytest.importorskip("pandas")
 

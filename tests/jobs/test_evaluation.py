@@ -20,8 +20,8 @@ pytestmark = pytest.mark.eval
 lm_eval = pytest.importorskip("lm_eval", reason="needs pip install 'nanoengine[eval]'")
 pytest.importorskip("accelerate", reason="the harness's hf model, our oracle, needs accelerate")
 
-WHO = ["The little dog", "A red bird", "Tom", "The old cat", "Lily and her mom"]
-DID = [" ran to the park.", " was very happy.", " wanted to play.", " saw a big box."]
+SUBJECTS = ["The little dog", "A red bird", "Tom", "The old cat", "Lily and her mom"]
+PREDICATES = [" ran to the park.", " was very happy.", " wanted to play.", " saw a big box."]
 TASKS = {
     "choices": {
         "output_type": "multiple_choice", "doc_to_text": "{{question}}", "target_delimiter": "",
@@ -47,13 +47,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rng = random.Random(0)
     docs = []
     for _ in range(12):
-        who = rng.choice(WHO)
+        subject = rng.choice(SUBJECTS)
         docs.append(
             {
-                "question": "Once upon a time there was a story. " * 3 + who,
-                "choices": rng.sample(DID, 4),
+                "question": "Once upon a time there was a story. " * 3 + subject,
+                "choices": rng.sample(PREDICATES, 4),
                 "answer": rng.randrange(4),
-                "text": f"{who}{rng.choice(DID)} " * rng.choice([2, 40]),
+                "text": f"{subject}{rng.choice(PREDICATES)} " * rng.choice([2, 40]),
             }
         )
     (folder / "docs.jsonl").write_text("\n".join(map(json.dumps, docs)))
@@ -87,7 +87,9 @@ def samples(folder: Path) -> dict[str, dict[str, list[Any]]]:
             log_samples=True,
             bootstrap_iters=0,
         )
-        found[name] = {task: [one["resps"] for one in results["samples"][task]] for task in TASKS}
+        found[name] = {
+            task: [sample["resps"] for sample in results["samples"][task]] for task in TASKS
+        }
     ours.llm.close()
     return found
 
@@ -102,25 +104,25 @@ def _offline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lm_eval.tasks.TaskManager", own)
 
 
-def test_choices_are_as_likely_as_for_transformers(samples):
+def test_choices_have_the_log_likelihoods_of_transformers(samples):
     ours, theirs = samples["ours"]["choices"], samples["hf"]["choices"]
-    assert len(ours) == 12 and all(len(one) == 4 for one in ours)
-    for mine, reference in zip(ours, theirs, strict=True):
-        for ((score, greedy),), ((score_hf, greedy_hf),) in zip(mine, reference, strict=True):
+    assert len(ours) == 12 and all(len(choices) == 4 for choices in ours)
+    for scores, reference in zip(ours, theirs, strict=True):
+        for ((score, greedy),), ((score_hf, greedy_hf),) in zip(scores, reference, strict=True):
             assert score == pytest.approx(score_hf, abs=1e-3)
             assert greedy == greedy_hf
 
 
-def test_rolling_windows_add_up_to_the_same(samples):
+def test_rolling_windows_have_the_log_likelihoods_of_transformers(samples):
     ours, theirs = samples["ours"]["rolling"], samples["hf"]["rolling"]
-    flat = [score for one in ours for (score,) in one]
-    assert min(flat) < -300, "some texts take several windows"
-    assert flat == pytest.approx([score for one in theirs for (score,) in one], abs=1e-3)
+    scores = [score for windows in ours for (score,) in windows]
+    assert min(scores) < -300, "some texts take several windows"
+    assert scores == pytest.approx([score for windows in theirs for (score,) in windows], abs=1e-3)
 
 
-def test_greedy_texts_are_the_same(samples):
+def test_greedy_texts_equal_those_of_transformers(samples):
     assert samples["ours"]["until"] == samples["hf"]["until"]
-    assert len({one[0][0] for one in samples["ours"]["until"]}) > 2
+    assert len({responses[0][0] for responses in samples["ours"]["until"]}) > 2
 
 
 @pytest.fixture(scope="module")
@@ -132,7 +134,7 @@ def model():
     model.llm.close()
 
 
-def test_a_task_is_obeyed_or_refused(model):
+def test_options_of_a_task_are_supported_or_refused(model):
     params = model._sampling_params({"until": ["\n", ""], "max_gen_toks": 7, "top_k": 3})
     assert (params.max_tokens, params.stop, params.temperature, params.top_k) == (7, ("\n",), 0, 3)
     with pytest.raises(RequestError, match="num_beams"):
@@ -141,7 +143,7 @@ def test_a_task_is_obeyed_or_refused(model):
         model._sampling_params({"max_gen_toks": 5000})
 
 
-def test_chats_and_special_tokens(model):
+def test_chat_templates_and_special_tokens_are_applied_once(model):
     text = model.apply_chat_template([{"role": "user", "content": "Hello"}])
     assert "Hello" in text
     assert model.tok_encode(text)[:3] == model.llm.tokenizer.encode(text)[:3]
@@ -154,28 +156,28 @@ def test_the_harness_keeps_its_own_models(model):
     assert {"hf", "vllm", "nanoengine"} <= set(lm_eval.api.registry.MODEL_REGISTRY)
 
 
-def test_a_batch_size_says_that_it_has_no_effect():
+def test_a_batch_size_causes_a_warning_that_it_has_no_effect():
     from nanoengine.bench.evaluation import NanoEngineLM
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         NanoEngineLM(str(demo_model_path()), batch_size=64, device="cpu").llm.close()
-    assert any("max_num_seqs" in str(one.message) for one in caught)
+    assert any("max_num_seqs" in str(warning.message) for warning in caught)
 
 
-def test_the_command_line(folder, monkeypatch, capsys):
+def test_the_eval_command_runs_tasks(folder, monkeypatch, capsys):
     from nanoengine.cli import eval as command
 
     options = ["--tasks", "choices", "--include_path", str(folder), "--limit", "3"]
     assert main(["eval", "demo", *options, "--model_args", "dtype=float32"]) in (0, None)
     assert "|choices|" in capsys.readouterr().out.replace(" ", "")
     assert main(["eval"]) == 0 and "--tasks" in capsys.readouterr().out
-    with pytest.raises(ConfigError, match="comes first"):
+    with pytest.raises(ConfigError, match="must be the first argument"):
         command.main(["--tasks", "x"])
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         (["--tasks", "nosuch"], "lm-eval: Tasks not found: nosuch"),
         ([], "lm-eval: No tasks specified"),
@@ -188,25 +190,25 @@ def test_the_command_line(folder, monkeypatch, capsys):
         (["--tasks", "choices", "--model_args", "bogus=1"], "unknown option 'bogus'"),
     ],
 )
-def test_what_cant_be_done_is_refused_in_a_line(folder, capsys, monkeypatch, options, told):
+def test_invalid_options_are_one_line_errors(folder, capsys, monkeypatch, options, message):
     """Regression: it printed a traceback; unwritable results were lost with exit code 0."""
     monkeypatch.setattr(
         "nanoengine.bench.evaluation.LLM", lambda model, **o: EngineConfig(model=model, **o)
     )
     assert main(["eval", "demo", "--include_path", str(folder), *options]) == 2
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
-def test_choices_share_all_of_their_context_but_a_part_of_a_block(model):
+def test_choices_share_all_full_blocks_of_their_context(model):
     """Prefill tokens are 3.79 times fewer; with blocks of 64 they were only 2.99 times fewer."""
     draw = random.Random(0)
-    asked = []
+    requests = []
     for _ in range(3):
         context = draw.choices(range(300, 400), k=500)
-        asked += [(None, context, draw.choices(range(300, 400), k=5)) for _ in range(4)]
-    draw.shuffle(asked)
+        requests += [(None, context, draw.choices(range(300, 400), k=5)) for _ in range(4)]
+    draw.shuffle(requests)
     before = model.llm.stats().prefill_tokens
-    model._loglikelihood_tokens(asked, disable_tqdm=True)
+    model._loglikelihood_tokens(requests, disable_tqdm=True)
     computed = model.llm.stats().prefill_tokens - before
     assert computed == 3 * (505 + 3 * (505 - 496)), "31 blocks of 16 are context alone"
     assert 12 * 505 / computed > 3.79

@@ -15,7 +15,7 @@ from nanoengine.jobs.record_log import OutputLostError, RecordLog
 from tests.support.batch_jobs import Batch, completion
 
 CHANGES = ("write", "fdatasync", "fsync", "replace", "ftruncate", "unlink")
-TAKE_ROOM = ("write", "fdatasync", "fsync")
+WRITES = ("write", "fdatasync", "fsync")
 
 
 class Died(BaseException):
@@ -70,32 +70,38 @@ def full() -> OSError:
 
 
 def rows() -> list[dict[str, Any]]:
-    own: list[dict[str, Any]] = [{}, {"temperature": 1.0, "n": 2, "max_tokens": 3}, {"unknown": 1}]
-    return [completion(f"r{i}", "one", **one) for i, one in enumerate(own)]
+    bodies: list[dict[str, Any]] = [
+        {},
+        {"temperature": 1.0, "n": 2, "max_tokens": 3},
+        {"unknown": 1},
+    ]
+    return [completion(f"r{i}", "one", **body) for i, body in enumerate(bodies)]
 
 
-def options_of(kind: str, batch: Batch) -> tuple[Path, list[str]]:
+def output_and_options(kind: str, batch: Batch) -> tuple[Path, list[str]]:
     if kind == "parquet":
         pytest.importorskip("pyarrow")
         return batch.directory / "out.parquet", []
-    errors = ["--errors", str(batch.directory / "errors.jsonl"), "--in-order"]
+    errors = ["--errors", str(batch.directory / "errors.jsonl"), "--sort-output"]
     return batch.output, errors
 
 
 def contents(batch: Batch, output: Path) -> Any:
     """Returns all results of a job without its time."""
-    left = sorted(path.name for path in batch.directory.iterdir() if path.name != "in.jsonl")
+    names = sorted(path.name for path in batch.directory.iterdir() if path.name != "in.jsonl")
     if output.suffix == ".parquet":
         import pyarrow.parquet
 
-        kept = pyarrow.parquet.read_table(output).to_pylist()
+        records = pyarrow.parquet.read_table(output).to_pylist()
     else:
-        kept = [sorted(batch.records(path), key=lambda one: one["id"]) for path in logs(batch)]
-    return left, json.loads(json.dumps(kept), object_hook=without_time)
+        records = [
+            sorted(batch.records(path), key=lambda record: record["id"]) for path in logs(batch)
+        ]
+    return names, json.loads(json.dumps(records), object_hook=without_time)
 
 
 def without_time(value: dict[str, Any]) -> dict[str, Any]:
-    return {name: one for name, one in value.items() if name != "created"}
+    return {name: item for name, item in value.items() if name != "created"}
 
 
 def remove_outputs(batch: Batch) -> None:
@@ -108,14 +114,14 @@ KINDS = ["apart, in order", pytest.param("parquet", marks=pytest.mark.extra)]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_death_at_any_call_costs_nothing_that_was_finished(
+def test_a_crash_at_any_call_loses_no_finished_record(
     batch: Batch, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    output, options = options_of(kind, batch)
+    output, options = output_and_options(kind, batch)
     source = batch.write(rows())
     disk = Disk(monkeypatch, CHANGES, Died)
     assert batch.run(source, *options, output=output) == 1
-    undisturbed, num_calls = contents(batch, output), disk.count
+    uninterrupted, num_calls = contents(batch, output), disk.count
     assert num_calls > 12
     for last in range(num_calls):
         # Why 1.0 only for the last one: for others it equals 0.0 of the next call.
@@ -127,9 +133,9 @@ def test_a_death_at_any_call_costs_nothing_that_was_finished(
                 batch.run(source, *options, output=output)
             before = finished(batch)
             disk.arm(-1, 0)
-            assert batch.run(source, *options, output=output) == 1, batch.told
-            assert contents(batch, output) == undisturbed, (last, part)
-            assert f"resumed {before:>27}" in batch.told
+            assert batch.run(source, *options, output=output) == 1, batch.stderr
+            assert contents(batch, output) == uninterrupted, (last, part)
+            assert f"resumed {before:>27}" in batch.stderr
 
 
 def logs(batch: Batch) -> list[Path]:
@@ -142,30 +148,30 @@ def finished(batch: Batch) -> int:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_disk_that_is_full_at_any_call_is_told_by_file_and_the_next_run_completes(
+def test_a_full_disk_at_any_call_is_reported_with_the_file_and_the_next_run_completes(
     batch: Batch, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    output, options = options_of(kind, batch)
+    output, options = output_and_options(kind, batch)
     source = batch.write(rows())
-    disk = Disk(monkeypatch, TAKE_ROOM, full)
+    disk = Disk(monkeypatch, WRITES, full)
     assert batch.run(source, *options, output=output) == 1
-    undisturbed, num_calls = contents(batch, output), disk.count
+    uninterrupted, num_calls = contents(batch, output), disk.count
     for last in range(num_calls):
         remove_outputs(batch)
-        for part in (0.5, 0.0, 0.0, 0.0):  # Why so often: three deaths would make a row poison.
+        for part in (0.5, 0.0, 0.0, 0.0):  # Why so often: three crashes would make a row poison.
             disk.arm(last, part)
             code = batch.run(source, *options, output=output)
             if disk.count <= last:  # Records of earlier runs leave fewer calls.
                 break
-            assert code == (1 if "output tokens" in batch.told else 2), "2: no row has run"
-            told, why = batch.told.partition("error: ")[2], " can't be written: No space left"
-            assert str(batch.directory) in told.partition(why)[0], (last, part, batch.told)
+            assert code == (1 if "output tokens" in batch.stderr else 2), "2: no row has run"
+            error, reason = batch.stderr.partition("error: ")[2], " can't be written: No space left"
+            assert str(batch.directory) in error.partition(reason)[0], (last, part, batch.stderr)
         disk.arm(-1, 0)
-        assert batch.run(source, *options, output=output) == 1, batch.told
-        assert contents(batch, output) == undisturbed, last
+        assert batch.run(source, *options, output=output) == 1, batch.stderr
+        assert contents(batch, output) == uninterrupted, last
 
 
-def test_a_log_that_could_not_be_written_anew_goes_on_in_the_old_file(
+def test_a_failed_rewrite_leaves_the_log_usable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log = RecordLog(tmp_path / "out.jsonl")
@@ -184,15 +190,15 @@ def test_a_log_that_could_not_be_written_anew_goes_on_in_the_old_file(
     assert [path.name for path in tmp_path.iterdir()] == ["out.jsonl"]
 
 
-@pytest.mark.parametrize("taken", [0, 5, 12])
-def test_a_signal_between_a_write_and_what_is_behind_it_leaves_whole_records(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, taken: int
+@pytest.mark.parametrize("num_written", [0, 5, 12])
+def test_a_signal_during_a_write_leaves_only_complete_records(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_written: int
 ) -> None:
     log, line, write = RecordLog(tmp_path / "out.jsonl"), b'{"_row": 1}\n', os.write
     log.append(b'{"_row": 0}\n')
 
     def interrupted(fd: int, data: bytes) -> int:
-        write(fd, data[:taken])
+        write(fd, data[:num_written])
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
@@ -200,4 +206,4 @@ def test_a_signal_between_a_write_and_what_is_behind_it_leaves_whole_records(
         with pytest.raises(KeyboardInterrupt):
             log.append(line)
     log.close()
-    assert log.path.read_bytes() == b'{"_row": 0}\n' + (line if taken == len(line) else b"")
+    assert log.path.read_bytes() == b'{"_row": 0}\n' + (line if num_written == len(line) else b"")

@@ -13,7 +13,7 @@ from tests.support.fake_llm import MakeLLM
 from tests.support.text_fixtures import CHAT_TEMPLATE, byte_level
 
 CALL = '<tool_call>\n{"name": "look", "arguments": {"at": "sky"}}\n</tool_call>'
-SAID = {
+ANSWERS = {
     "think": "<think>Hm.</think>Yes.",
     "call": f"Let me look.{CALL}",
     "both": f"<think>Hm.</think>{CALL}{CALL}",
@@ -26,15 +26,15 @@ TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type"
 HERMES = CHAT_TEMPLATE + "{# <tool_call> arguments <think> #}"
 
 
-def asked(text: str) -> str:
+def rendered(text: str) -> str:
     return f"<|user|>{text}</s><|assistant|>"
 
 
 @pytest.fixture
 def jobs(batch: Batch, make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch) -> Batch:
     """Runs jobs on a scripted LLM that answers SAID; its chat template has Hermes' format."""
-    script = {asked(text): answer for text, answer in SAID.items()}
-    script |= {asked("think") + "Yes.</s>" + asked("plain"): "Second."}
+    script = {rendered(text): answer for text, answer in ANSWERS.items()}
+    script |= {rendered("think") + "Yes.</s>" + rendered("plain"): "Second."}
     options = {"tokenizer": byte_level(), "max_model_len": 400, "num_blocks": 256}
     make_llm(script, **options).close()
     monkeypatch.setattr(byte_level().backend, "chat_template", HERMES)
@@ -45,49 +45,56 @@ def choice(record: dict[str, Any]) -> dict[str, Any]:
     return record["response"]["body"]["choices"][0]
 
 
-def test_rows_with_tools_have_calls_in_their_messages(jobs: Batch) -> None:
+def test_rows_with_tools_have_tool_calls_in_their_messages(jobs: Batch) -> None:
     rows = [chat(name, name, tools=TOOLS) for name in ("call", "both", "bad", "plain")]
     rows += [chat("none", "call", tools=TOOLS, tool_choice="none"), chat("without", "call")]
-    assert jobs.run(jobs.write(rows)) == 0, jobs.told
+    assert jobs.run(jobs.write(rows)) == 0, jobs.stderr
     found = {record["custom_id"]: choice(record) for record in jobs.records()}
-    one = found["call"]
-    assert (one["message"]["content"], one["finish_reason"]) == ("Let me look.", "tool_calls")
-    (call,) = one["message"]["tool_calls"]
+    with_call = found["call"]
+    assert (with_call["message"]["content"], with_call["finish_reason"]) == (
+        "Let me look.",
+        "tool_calls",
+    )
+    (call,) = with_call["message"]["tool_calls"]
     assert call["function"] == {"name": "look", "arguments": '{"at": "sky"}'}
     assert len(found["both"]["message"]["tool_calls"]) == 2
-    assert found["both"]["message"]["content"] == "<think>Hm.</think>", "nobody asked for it"
-    assert found["bad"]["message"]["content"] == SAID["bad"]
+    assert found["both"]["message"]["content"] == "<think>Hm.</think>", (
+        "without --reasoning-parser it stays text"
+    )
+    assert found["bad"]["message"]["content"] == ANSWERS["bad"]
     assert "stays text" in found["bad"]["message"]["parse_error"]
     for name in ("plain", "none", "without"):
         assert found[name]["finish_reason"] == "stop"
         assert found[name]["message"].keys() == {"role", "content", "refusal"}
-    assert found["without"]["message"]["content"] == SAID["call"]
+    assert found["without"]["message"]["content"] == ANSWERS["call"]
 
 
-def test_reasoning_is_taken_apart_where_the_command_says_so(jobs: Batch) -> None:
+def test_reasoning_is_parsed_with_a_reasoning_parser(jobs: Batch) -> None:
     rows = [chat("think", "think"), chat("both", "both", tools=TOOLS), completion("c", "one")]
-    assert jobs.run(jobs.write(rows), "--reasoning-parser", "auto") == 0, jobs.told
+    assert jobs.run(jobs.write(rows), "--reasoning-parser", "auto") == 0, jobs.stderr
     think, both = (choice(record)["message"] for record in jobs.records()[1:])
     assert (think["reasoning_content"], think["content"]) == ("Hm.", "Yes.")
     assert (both["reasoning_content"], both["content"]) == ("Hm.", None)
     assert len(both["tool_calls"]) == 2
 
 
-def test_answers_of_simple_rows_have_parts_beside_their_text(jobs: Batch) -> None:
+def test_outputs_of_simple_rows_have_reasoning_and_tool_calls(jobs: Batch) -> None:
     rows = [
         {"messages": [{"role": "user", "content": "both"}], "tools": TOOLS},
         {"turns": ["think", "plain"]},
     ]
     options = ("--reasoning-parser", "qwen3", "--tool-call-parser", "hermes", "--temperature", 0)
-    assert jobs.run(jobs.write(rows), "--in-order", *options) == 0, jobs.told
+    assert jobs.run(jobs.write(rows), "--sort-output", *options) == 0, jobs.stderr
     both, turns = (record["outputs"] for record in jobs.records())
     assert both[0]["text"] == ""
     assert (both[0]["reasoning_content"], len(both[0]["tool_calls"])) == ("Hm.", 2)
-    assert [one.get("reasoning_content") for one in turns] == ["Hm.", None]
-    assert [one["text"] for one in turns] == ["Yes.", "Second."], "what it thought is not repeated"
+    assert [turn.get("reasoning_content") for turn in turns] == ["Hm.", None]
+    assert [turn["text"] for turn in turns] == ["Yes.", "Second."], (
+        "the reasoning is not part of the next prompt"
+    )
 
 
-def test_a_resumed_job_has_the_same_ids(jobs: Batch) -> None:
+def test_a_restarted_job_has_the_same_tool_call_ids(jobs: Batch) -> None:
     rows = jobs.write([chat(name, name, tools=TOOLS) for name in ("call", "both")])
     assert jobs.run(rows) == 0
     before = jobs.records()
@@ -100,14 +107,14 @@ def test_a_resumed_job_has_the_same_ids(jobs: Batch) -> None:
     assert len(set(ids[0])) == 3
 
 
-def test_where_the_template_shows_no_form_a_warning_says_that_answers_stay_text(
+def test_without_a_known_parser_a_warning_says_that_tool_calls_stay_text(
     jobs: Batch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(byte_level().backend, "chat_template", CHAT_TEMPLATE)
     rows = jobs.write([chat(str(i), "call", tools=TOOLS) for i in range(3)])
     assert jobs.run(rows) == 0
-    assert jobs.told.count("--tool-call-parser") == 1
-    assert {choice(record)["message"]["content"] for record in jobs.records()} == {SAID["call"]}
+    assert jobs.stderr.count("--tool-call-parser") == 1
+    assert {choice(record)["message"]["content"] for record in jobs.records()} == {ANSWERS["call"]}
     assert jobs.run(rows, "--restart", "--tool-call-parser", "hermes") == 0
     assert all(choice(record)["message"]["tool_calls"] for record in jobs.records())
 
@@ -123,14 +130,14 @@ REFUSED = [
 ]
 
 
-def test_what_can_not_be_obeyed_is_refused(jobs: Batch) -> None:
+def test_unsupported_tool_options_are_refused(jobs: Batch) -> None:
     assert jobs.run(jobs.write(REFUSED)) == 1
     errors = [record["error"] for record in jobs.records()]
     assert [error["code"] for error in errors] == ["invalid_row"] * len(REFUSED)
 
 
 @pytest.mark.extra
-def test_forced_calls_validate_against_their_schemas(tmp_path, capsys) -> None:
+def test_forced_tool_calls_match_their_schemas(tmp_path, capsys) -> None:
     """A model with random weights writes tool calls, because the grammar allows nothing else."""
     pytest.importorskip("llguidance", reason="see the extra `structured`")
     jsonschema = pytest.importorskip("jsonschema")
@@ -182,9 +189,9 @@ def test_forced_calls_validate_against_their_schemas(tmp_path, capsys) -> None:
         jsonschema.validate(json.loads(call["function"]["arguments"]), schemas["wait"])
 
 
-def test_prompts_of_the_command_line_have_parts_too(jobs: Batch, capsys: Any) -> None:
+def test_prompts_of_the_command_line_are_parsed_too(jobs: Batch, capsys: Any) -> None:
     command = ["generate", str(jobs.directory / "model"), "--chat", "--prompt", "both"]
     assert main([*command, "--reasoning-parser", "qwen3", "--tool-call-parser", "hermes"]) == 0
-    (one,) = json.loads(capsys.readouterr().out)["outputs"]
-    assert one["reasoning_content"] == "Hm."
-    assert one["text"] == CALL + CALL, "without tools there are no calls"
+    (output,) = json.loads(capsys.readouterr().out)["outputs"]
+    assert output["reasoning_content"] == "Hm."
+    assert output["text"] == CALL + CALL, "tool calls need tools"

@@ -41,13 +41,13 @@ class Run:
         self._capsys = capsys
 
     def __call__(self, model, rows, *options):
-        self.input.write_text("".join(json.dumps(one) + "\n" for one in rows))
+        self.input.write_text("".join(json.dumps(record) + "\n" for record in rows))
         named = [f"--{name.replace('_', '-')}={value}" for name, value in OPTIONS.items()]
         paths = [str(model), str(self.input), "--output", str(self.output)]
-        code = cli.main(["batch", *paths, "--any-model", *named, *options])
-        self.told = self._capsys.readouterr().err
+        code = cli.main(["batch", *paths, "--ignore-model", *named, *options])
+        self.stderr = self._capsys.readouterr().err
         records = [json.loads(line) for line in self.output.read_text().splitlines()]
-        return code, {one["custom_id"]: one for one in records}
+        return code, {record["custom_id"]: record for record in records}
 
 
 @pytest.fixture
@@ -60,12 +60,12 @@ def body_of(record):
     return record["response"]["body"]
 
 
-def test_vectors_and_scores_beside_a_chat(run, model):
+def test_embeddings_scores_and_chats_run_in_one_job(run, model):
     with LLM(model, **OPTIONS) as llm:
         ids = llm.tokenizer.encode(TEXTS[1])
-        vectors = [one.outputs.embedding for one in llm.embed(TEXTS, use_tqdm=False)]
+        vectors = [item.outputs.embedding for item in llm.embed(TEXTS, use_tqdm=False)]
         cut = llm.embed(TEXTS[0], pooling_params=PoolingParams(dimensions=4), use_tqdm=False)
-        scores = [one.outputs.score for one in llm.score(TEXTS[0], TEXTS[1:], use_tqdm=False)]
+        scores = [item.outputs.score for item in llm.score(TEXTS[0], TEXTS[1:], use_tqdm=False)]
         pair = {"answers": ["n", "y"], "template": "{query}: {document}?"}
         (chosen,) = llm.score(TEXTS[0], TEXTS[1], **pair, use_tqdm=False)
     code, found = run(
@@ -86,8 +86,8 @@ def test_vectors_and_scores_beside_a_chat(run, model):
     )  # fmt: skip
     assert code == 0
     data = body_of(found["many"])["data"]
-    assert [one["index"] for one in data] == [0, 1, 2, 3]
-    np.testing.assert_allclose([one["embedding"] for one in data], vectors, atol=1e-5)
+    assert [item["index"] for item in data] == [0, 1, 2, 3]
+    np.testing.assert_allclose([item["embedding"] for item in data], vectors, atol=1e-5)
     assert body_of(found["many"])["object"] == "list"
     usage = body_of(found["ids"])["usage"]
     assert usage == {"prompt_tokens": len(ids), "total_tokens": len(ids)}
@@ -98,18 +98,18 @@ def test_vectors_and_scores_beside_a_chat(run, model):
     short = body_of(found["cut"])["data"][0]["embedding"]
     np.testing.assert_allclose(short, cut[0].outputs.embedding, atol=1e-5)
     assert len(body_of(found["chat"])["choices"]) == 1
-    told = [one["score"] for one in body_of(found["score"])["data"]]
-    np.testing.assert_allclose(told, scores, atol=1e-5)
+    found_scores = [item["score"] for item in body_of(found["score"])["data"]]
+    np.testing.assert_allclose(found_scores, scores, atol=1e-5)
     assert body_of(found["chosen"])["data"][0]["score"] == pytest.approx(chosen.outputs.score)
     best = sorted(range(3), key=lambda n: -scores[n])
     ranks = body_of(found["rank"])["results"]
-    assert [one["index"] for one in ranks] == best[:2]
-    assert [one["document"]["text"] for one in ranks] == [TEXTS[1 + n] for n in best[:2]]
-    assert [one["index"] for one in body_of(found["all"])["results"]] == best
+    assert [item["index"] for item in ranks] == best[:2]
+    assert [item["document"]["text"] for item in ranks] == [TEXTS[1 + n] for n in best[:2]]
+    assert [item["index"] for item in body_of(found["all"])["results"]] == best
 
 
 @pytest.mark.parametrize(
-    ("asked", "said"),
+    ("bad", "message"),
     [
         (row("/v1/embeddings"), "the body has no input"),
         (row("/v1/embeddings", input=[]), "the body has no prompt"),
@@ -125,14 +125,14 @@ def test_vectors_and_scores_beside_a_chat(run, model):
         (row("/v1/images", input="a"), "/v1/embeddings, /score"),
     ],
 )
-def test_a_row_that_asks_for_what_there_is_not_fails_alone(run, model, asked, said):
-    code, found = run(model, [asked, row("/v1/embeddings", "good", input=TEXTS)])
+def test_an_invalid_pooling_row_fails_and_other_rows_are_answered(run, model, bad, message):
+    code, found = run(model, [bad, row("/v1/embeddings", "good", input=TEXTS)])
     assert code == 1 and len(found) == 2
-    assert said in found["a"]["error"]["message"]
+    assert message in found["a"]["error"]["message"]
     assert len(body_of(found["good"])["data"]) == 4
 
 
-def test_the_rows_obey_modules_json(run, tmp_path):
+def test_rows_follow_modules_json(run, tmp_path):
     directory = tmp_path / "model"
     make_pooled(directory, "model")
     describe(directory, {"pooling_mode": "mean"})
@@ -163,16 +163,16 @@ def make_output(index, error=None):
     )  # fmt: skip
 
 
-def test_parts_that_end_in_any_order_are_told_in_theirs():
+def test_parts_that_finish_in_any_order_are_recorded_in_input_order():
     """A failing part also ends its row only once, whatever the other parts return."""
     reader = RowReader(RowOptions())
     source = Input(name="in.jsonl", form="jsonl")
     tasks = [reader.task(Line(n, source, n + 1, {"prompt": "a"})) for n in range(2)]
     for task in tasks:
         task.parts, task.kind, task.custom_id = ["a", "b", "c"], "pooled", "x"
-        task.answer = lambda outputs: {"order": [one.index for one in outputs]}
-    told = []
-    work = Work(tasks, lambda task, result: told.append((task, result)))
+        task.make_body = lambda outputs: {"order": [output.index for output in outputs]}
+    results = []
+    work = Work(tasks, lambda task, result: results.append((task, result)))
 
     def stream(rows):
         assert len(list(rows)) == 6
@@ -180,30 +180,30 @@ def test_parts_that_end_in_any_order_are_told_in_theirs():
             yield make_output(index, error)
 
     work.run(stream)
-    (bad, error), (good, last) = told
+    (bad, error), (good, last) = results
     assert (bad.row, str(error)) == (1, "bad")
     record = json.loads(Recorder("m").record(good, last))
     assert good.row == 0 and record["response"]["body"]["order"] == [0, 1, 2]
     assert (work.counts.answered, work.counts.failed) == (1, 1)
 
 
-def test_a_reader_without_a_model_knows_no_vectors():
+def test_a_reader_without_a_model_refuses_embeddings():
     reader = RowReader(RowOptions())
     line = Line(0, Input(name="in.jsonl", form="jsonl"), 1, row("/v1/embeddings", input="a"))
     task = reader.task(line, "chat")
     assert isinstance(task.error, RequestError) and "url must be one of" in str(task.error)
 
 
-def test_vectors_and_scores_are_verified_and_checked_without_a_run(run, model, capsys):
+def test_embeddings_and_scores_support_verify_and_dry_run(run, model, capsys):
     rows = [
         row("/v1/embeddings", "a", input=TEXTS[:2]),
         row("/v1/score", "b", queries=TEXTS[0], documents=TEXTS[1:]),
         row("/v1/embeddings", "c", input="x" * 5000),
     ]
     assert run(model, rows, "--verify", "9")[0] == 1, "a row has failed"
-    assert "of 2 answers, run again alone in a fresh engine, 2 are the same" in run.told
+    assert "2 of 2 answers are identical" in run.stderr
     paths = [str(model), str(run.input), "--output", str(run.output)]
-    assert cli.main(["batch", *paths, "--any-model", "--dry-run"]) == 1
+    assert cli.main(["batch", *paths, "--ignore-model", "--dry-run"]) == 1
     shown = capsys.readouterr()
     assert shown.out.startswith(f"{run.input}:3: invalid_request: ") and shown.out.count("\n") == 1
-    assert "3 rows, of which 1 would fail" in shown.err
+    assert "3 rows, 1 would fail" in shown.err

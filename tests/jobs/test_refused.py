@@ -24,75 +24,75 @@ FILES = {
     **dict.fromkeys(("kept.jsonl", "kept.csv", "kept.parquet", "x.jsonl.job.json"), b"precious\n"),
 }
 UNWRITABLE = "can't be written"
-AN_INPUT = "is an input: write to another file"
-OF_THE_JOB = "is a file of the job: name another"
-A_FORMAT = "can't be written as {}: name it .jsonl, .csv, .tsv or .parquet"
-COLUMNS = " its columns are {}; --prompt-column names one, --template takes several"
+IS_INPUT = "is an input: give another file"
+IS_JOB_FILE = "is a file of the job: give another"
+WRONG_SUFFIX = "can't be written as {}: name it .jsonl, .csv, .tsv or .parquet"
+COLUMNS = " its columns are {}; select one with --prompt-column, or several with --template"
 
 REFUSED = {
     # inputs
-    "": "no input: name files, globs, or - for stdin",
+    "": "no input: give files, globs, or - for stdin",
     "none.jsonl": "input 'none.jsonl' does not exist",
     "*.nothing": "input '*.nothing' matches no file",
-    "in.xml": "ends in no known suffix",
+    "in.xml": "has an unknown suffix",
     "in.jsonl in.jsonl": "input 'in.jsonl' is given twice",
     "in.jsonl ./in.jsonl": "input './in.jsonl' is given twice",
-    "pipe.jsonl": "is no file, and inputs are read more than once",
+    "pipe.jsonl": "is not a regular file, which can be read twice",
     "x.jsonl.job.json --output x.jsonl --input-format txt": "is a file of the job",
-    "latin.csv": "latin.csv': the names of the columns: the row is not UTF-8",
-    "twice.csv": "twice.csv': the names of the columns: column 'prompt' stands twice",
+    "latin.csv": "latin.csv': the header can't be read: the row is not UTF-8",
+    "twice.csv": "twice.csv': the header can't be read: column 'prompt' occurs twice",
     "question.csv": "'prompt':" + COLUMNS.format("['question', 'n']"),
     "question.csv --dry-run": "'prompt':" + COLUMNS.format("['question', 'n']"),
     "question.csv --prompt-column q": "'q':" + COLUMNS.format("['question', 'n']"),
     "question.csv --template {{q}}": "'{{q}}':" + COLUMNS.format("['question', 'n']"),
     "a.jsonl --prompt-column b": "'b':" + COLUMNS.format("['a']"),
     "in.txt --prompt-column a": "'a':" + COLUMNS.format("[]"),
-    "ids.jsonl --strict": "custom_id 'a' stands at ids.jsonl:1 and at ids.jsonl:2",
-    "escaped.jsonl --strict": "custom_id 'a' stands at escaped.jsonl:1 and at escaped.jsonl:2",
-    "ids.jsonl --strict --dry-run": "custom_id 'a' stands at",
-    "- --strict": "--strict reads all rows before any runs",
+    "ids.jsonl --require-unique-ids": "custom_id 'a' occurs at ids.jsonl:1 and ids.jsonl:2",
+    "escaped.jsonl --require-unique-ids": "occurs at escaped.jsonl:1 and escaped.jsonl:2",
+    "ids.jsonl --require-unique-ids --dry-run": "custom_id 'a' occurs at",
+    "- --require-unique-ids": "--require-unique-ids reads all rows before any runs",
     # outputs
     "in.jsonl --output nodir/out.jsonl": "output 'nodir/out.jsonl' can't be written",
     "in.jsonl --output .": UNWRITABLE,
     "in.jsonl --output in.jsonl/out.jsonl": UNWRITABLE,
-    "in.jsonl --output in.jsonl": "output 'in.jsonl' " + AN_INPUT,
-    "in.jsonl --output link.jsonl": AN_INPUT,
-    "in.jsonl --output hard.jsonl": AN_INPUT,
-    "in.jsonl --output model/../in.jsonl": AN_INPUT,
-    "in.jsonl --errors in.jsonl": "output 'in.jsonl' " + AN_INPUT,
-    "in.jsonl --summary-json in.jsonl": AN_INPUT,
-    "in.jsonl --summary-json out.jsonl": "--summary-json 'out.jsonl' " + OF_THE_JOB,
-    "in.jsonl --summary-json out.jsonl.job.json": OF_THE_JOB,
-    "in.jsonl --summary-json out.jsonl.job.runs": OF_THE_JOB,
-    "in.jsonl --summary-json to-out.jsonl": OF_THE_JOB,
+    "in.jsonl --output in.jsonl": "--output 'in.jsonl' " + IS_INPUT,
+    "in.jsonl --output link.jsonl": IS_INPUT,
+    "in.jsonl --output hard.jsonl": IS_INPUT,
+    "in.jsonl --output model/../in.jsonl": IS_INPUT,
+    "in.jsonl --errors in.jsonl": "--errors 'in.jsonl' " + IS_INPUT,
+    "in.jsonl --summary-json in.jsonl": IS_INPUT,
+    "in.jsonl --summary-json out.jsonl": "--summary-json 'out.jsonl' " + IS_JOB_FILE,
+    "in.jsonl --summary-json out.jsonl.job.json": IS_JOB_FILE,
+    "in.jsonl --summary-json out.jsonl.job.runs": IS_JOB_FILE,
+    "in.jsonl --summary-json to-out.jsonl": IS_JOB_FILE,
     "in.jsonl --summary-json no/x.json": "--summary-json 'no/x.json' can't be written",
-    "in.jsonl --errors out.jsonl.job.json": "--errors 'out.jsonl.job.json' " + OF_THE_JOB,
-    "in.jsonl --errors out.jsonl.job.runs": OF_THE_JOB,
-    "in.jsonl --errors to-out.jsonl": OF_THE_JOB,
-    "in.jsonl --errors e.parquet": "--errors 'e.parquet' has JSON lines: name it .jsonl",
-    "in.jsonl --errors kept.jsonl --output /dev/null": "nobody can tell what job it is of",
-    "in.jsonl --output x.txt": A_FORMAT.format(".txt"),
-    "in.jsonl --output x.txt --dry-run": A_FORMAT.format(".txt"),
-    "in.jsonl --output x.json": A_FORMAT.format(".json"),
-    "in.jsonl --output x.jsonl.gz": A_FORMAT.format(".gz"),
-    "in.jsonl --output kept.jsonl": "no kept.jsonl.job.json beside it",
-    "in.jsonl --output kept.csv": "no kept.csv.job.json beside it",
-    "in.jsonl --output kept.parquet": "no kept.parquet.job.json beside it",
-    "in.jsonl --output - --in-order": "need an --output that can be read again",
+    "in.jsonl --errors out.jsonl.job.json": "--errors 'out.jsonl.job.json' " + IS_JOB_FILE,
+    "in.jsonl --errors out.jsonl.job.runs": IS_JOB_FILE,
+    "in.jsonl --errors to-out.jsonl": IS_JOB_FILE,
+    "in.jsonl --errors e.parquet": "--errors 'e.parquet' must end in .jsonl",
+    "in.jsonl --errors kept.jsonl --output /dev/null": "a job whose --output is a pipe",
+    "in.jsonl --output x.txt": WRONG_SUFFIX.format(".txt"),
+    "in.jsonl --output x.txt --dry-run": WRONG_SUFFIX.format(".txt"),
+    "in.jsonl --output x.json": WRONG_SUFFIX.format(".json"),
+    "in.jsonl --output x.jsonl.gz": WRONG_SUFFIX.format(".gz"),
+    "in.jsonl --output kept.jsonl": "without kept.jsonl.job.json",
+    "in.jsonl --output kept.csv": "without kept.csv.job.json",
+    "in.jsonl --output kept.parquet": "without kept.parquet.job.json",
+    "in.jsonl --output - --sort-output": "need an --output that can be read again",
     "in.jsonl --output - --verify 1": "--verify reads rows and records again",
     # options
     "in.jsonl --temperature -1": "temperature must be at least 0, got -1",
-    "in.jsonl --template {{": "--template is no Jinja",
+    "in.jsonl --template {{": "--template is not valid Jinja",
     "in.jsonl --template a --prompt-column b": "both make the prompt",
     "in.jsonl --system b": "--system needs --chat",
     "in.jsonl --max-errors -1": "--max-errors must be at least 0, got -1",
     "in.jsonl --max-row-mib 0": "greater than 0 and at most 1,024, got 0.0",
     "in.jsonl --max-row-mib nan": "greater than 0 and at most 1,024, got nan",
     "in.jsonl --max-row-mib 1e30": "greater than 0 and at most 1,024, got 1e+30",
-    "in.jsonl --grace inf": "--grace must be from 0 to 86,400, got inf",
-    "in.jsonl --grace nan": "--grace must be from 0 to 86,400, got nan",
+    "in.jsonl --shutdown-timeout inf": "at least 0 and at most 86,400, got inf",
+    "in.jsonl --shutdown-timeout nan": "at least 0 and at most 86,400, got nan",
     "in.jsonl --verify 0": "verify must be at least 1, got 0",
-    "in.jsonl --verify 1 --dry-run": "--dry-run answers no row",
+    "in.jsonl --verify 1 --dry-run": "--dry-run runs no rows",
     "in.jsonl --reasoning-parser qwen": "'qwen'",
     "in.jsonl --tool-call-parser qwen": "'qwen'",
 }
@@ -104,7 +104,7 @@ def contents(directory: Path) -> dict[Path, bytes | None]:
 
 
 @pytest.mark.parametrize("args", REFUSED)
-def test_what_cant_be_done_is_refused_before_a_model_loads(
+def test_an_invalid_job_is_refused_before_a_model_loads(
     batch: Batch, monkeypatch: pytest.MonkeyPatch, args: str
 ) -> None:
     if ".parquet" in args:
@@ -121,5 +121,5 @@ def test_what_cant_be_done_is_refused_before_a_model_loads(
     first, _, output = args.partition(" --output ")
     name, *more = output.split() or ["out.jsonl"]
     assert batch.run(*first.split(), *more, output=name) == 2
-    assert REFUSED[args] in batch.told
+    assert REFUSED[args] in batch.stderr
     assert contents(batch.directory) == before

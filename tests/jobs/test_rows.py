@@ -43,19 +43,21 @@ def task_of(
         ([1, 2], None),
     ],
 )
-def test_a_rows_random_numbers_follow_its_id_and_not_its_place(row: Any, key: str | None) -> None:
+def test_a_rows_random_numbers_depend_on_its_id_and_not_on_its_position(
+    row: Any, key: str | None
+) -> None:
     """Regression: they depended on the row's index, so a reordered file had other answers."""
     assert task_of(row, number=3).key == (key or "3")
     assert task_of(row, number=900).key == (key or "900")
 
 
-def test_data_and_bodies_have_ids_too() -> None:
+def test_rows_with_a_prompt_column_and_bodies_have_ids_too() -> None:
     row = {"text": "x", "id": "a", "n": 2}
     assert task_of(row, RowOptions(prompt_column="text")).key == "a"
     assert task_of({**chat("b"), "id": "a"}, kind="chat").key == "b"
 
 
-def test_a_job_of_the_former_rule_is_not_gone_on_with(batch: Batch) -> None:
+def test_a_job_with_the_former_seeding_is_not_resumed(batch: Batch) -> None:
     source = batch.write([{"prompt": "one", "id": str(i)} for i in range(3)])
     assert batch.run(source) == 0
     kept = batch.output.read_bytes()
@@ -65,22 +67,22 @@ def test_a_job_of_the_former_rule_is_not_gone_on_with(batch: Batch) -> None:
     manifest.write_text(json.dumps(facts))
     batch.output.write_bytes(b"".join(kept.splitlines(keepends=True)[:2]))
     assert batch.run(source) == 2
-    assert "random_numbers: it was null, it is " in batch.told
+    assert "random_numbers: it was null, it is " in batch.stderr
 
 
 # --- content of a row -----------------------------------------------------------------------------
 
 
-def test_numbers_that_a_float_holds_are_carried() -> None:
+def test_finite_floats_are_copied_exactly() -> None:
     row = {"prompt": "x", "x": [1.5, -0.0, 1.7976931348623157e308, 5e-324, 10**300]}
     assert task_of(row).columns == row
 
 
-def test_parameters_that_are_remembered_are_bounded_by_size(
+def test_the_cache_of_parameters_is_bounded_by_size(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Regression: 1,024 params of any size were cached, for example gigabytes of stop strings."""
-    monkeypatch.setattr(rows_module, "KNOWN_CHARS", 1000)
+    monkeypatch.setattr(rows_module, "MAX_CACHE_KEY_CHARS", 1000)
     reader = RowReader(RowOptions())
     for size in (10, 10_000):
         line = Line(0, FILE, 1, json.dumps({"prompt": "x", "stop": ["y" * size]}).encode())
@@ -89,16 +91,16 @@ def test_parameters_that_are_remembered_are_bounded_by_size(
     assert max(map(len, reader._params)) <= 1000
 
 
-def test_the_size_of_a_row_is_that_of_its_values_in_memory() -> None:
+def test_the_size_of_a_row_approximates_its_memory() -> None:
     """Rows wait in a window limited by size. Regression: 64 MB of lines were 400 MB of strings."""
     row = {"prompt": "x", "stop": [f"{i:08}" for i in range(1000)]}
-    taken = sum(map(sys.getsizeof, [row["stop"], *row["stop"]]))
+    size = sum(map(sys.getsizeof, [row["stop"], *row["stop"]]))
     for content in (json.dumps(row).encode(), row):
-        assert 0.8 * taken < size_of(content) < 1.3 * taken
+        assert 0.8 * size < size_of(content) < 1.3 * size
     assert size_of(b'"text"') == 6
 
 
-def test_a_package_that_a_row_needs_is_told_with_the_row(
+def test_a_missing_package_fails_only_the_row_that_needs_it(
     batch: Batch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Regression: it ended the job, though other rows needed no package."""
@@ -117,7 +119,7 @@ def test_a_package_that_a_row_needs_is_told_with_the_row(
     assert "pip install 'it'" in found[1]["error"]["message"]
     is_there = True
     assert batch.run(source, "--temperature", "0", "--retry-errors") == 0
-    assert "resumed                           2" in batch.told
+    assert "resumed                           2" in batch.stderr
 
 
 # --- fields without an effect ---------------------------------------------------------------------
@@ -128,7 +130,7 @@ def error_of(row: dict[str, Any], options: RowOptions | None = None, kind: Any =
 
 
 @pytest.mark.parametrize(
-    ("column", "told"),
+    ("column", "message"),
     [
         ({"temprature": 0}, "did you mean 'temperature'?"),
         ({"Temperature": 0}, "did you mean 'temperature'?"),
@@ -139,16 +141,16 @@ def error_of(row: dict[str, Any], options: RowOptions | None = None, kind: Any =
         ({"reasoning_effort": "low"}, "give chat_template_kwargs"),
         ({"functions": [{}]}, "use tools"),
         ({"stream": True}, "batch jobs do not stream"),
-        ({"suffix": "x"}, "none is filled in"),
+        ({"suffix": "x"}, "fill-in-the-middle"),
     ],
 )
-def test_a_column_that_was_meant_as_an_option_fails_its_row(
-    column: dict[str, Any], told: str
+def test_a_column_that_looks_like_an_option_fails_its_row(
+    column: dict[str, Any], message: str
 ) -> None:
     """Regression: it was copied to the record, and had no effect."""
     error = error_of({"prompt": "x", **column})
     assert f"column {next(iter(column))!r} has no effect: " in error
-    assert told in error
+    assert message in error
     assert "--prompt-column" in error
     assert not error_of({"prompt": "x", **column}, RowOptions(prompt_column="prompt"))
 
@@ -160,34 +162,34 @@ def test_other_columns_are_data() -> None:
     assert not error_of(row | dict.fromkeys(names.split(), 1))
 
 
-def test_fields_of_openai_are_obeyed_in_simple_rows() -> None:
+def test_fields_of_openai_work_in_simple_rows() -> None:
     row = {"prompt": "x", "max_completion_tokens": 7, "response_format": {"type": "json_object"}}
     params = task_of(row).params
     assert params.max_tokens == 7
     assert params.structured_outputs is not None and params.structured_outputs.json_object
 
 
-def test_a_field_beside_the_body_is_refused_or_told() -> None:
+def test_a_field_outside_of_the_body_is_refused_or_causes_a_warning() -> None:
     error = error_of({**chat("a"), "temperature": 0}, kind="chat")
-    assert error == "'temperature' has no effect beside the body: put it into the body"
-    with pytest.warns(UserWarning, match="neither read nor kept: 'topic'"):
+    assert error == "'temperature' has no effect outside of body: move it into body"
+    with pytest.warns(UserWarning, match="outside of body are dropped: 'topic'"):
         assert not error_of({**chat("a"), "topic": 0}, kind="chat")
 
 
-def test_columns_that_are_called_like_options_are_told_once(batch: Batch) -> None:
+def test_data_columns_named_like_options_cause_one_warning(batch: Batch) -> None:
     source = batch.write([{"text": "one", "n": 2, "stop": "x"}] * 3)
     assert batch.run(source, "--prompt-column", "text") == 0
-    assert batch.told.count("columns n, stop set no option") == 1
+    assert batch.stderr.count("columns n, stop set no option") == 1
 
 
-def test_prompts_that_go_raw_to_a_model_with_a_chat_template_are_told_once(batch: Batch) -> None:
+def test_prompts_without_the_chat_template_cause_one_warning(batch: Batch) -> None:
     """Regression: answers were empty or never ended, and no message named --chat."""
-    told = "the model has a chat template"
+    warning = "without the model's chat template"
     source = batch.write(["one", "dog", "one"])
     assert batch.run(source) == 0
-    assert batch.told.count(told) == 1
+    assert batch.stderr.count(warning) == 1
     chats = batch.write([chat("a"), completion("b")], "chats.jsonl")
     rendered = batch.write(["<|assistant|>one", {"prompt_token_ids": [5]}], "rendered.jsonl")
     for args in ((source, "--chat"), (chats,), (rendered,)):
         assert batch.run(*args, output=batch.directory / f"{len(args)}{args[0].name}") == 0
-        assert told not in batch.told
+        assert warning not in batch.stderr

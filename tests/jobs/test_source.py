@@ -21,7 +21,7 @@ from nanoengine.jobs import source
 from nanoengine.jobs.source import RowError, find_inputs, read_lines, survey
 from tests.support.batch_jobs import Batch
 
-MOST = 1 << 20
+MAX_ROW_BYTES = 1 << 20
 ROWS = [json.dumps({"prompt": f"row {i}", "x": i * i % 9973}).encode() + b"\n" for i in range(3000)]
 PLAIN = b"".join(ROWS)
 
@@ -34,7 +34,7 @@ def zstd(content: bytes) -> bytes:
     return bytes(sink.getvalue())
 
 
-PACKS: list[Any] = [
+COMPRESSORS: list[Any] = [
     pytest.param(".gz", gzip.compress, id="gz"),
     pytest.param(".bz2", bz2.compress, id="bz2"),
     pytest.param(".xz", lzma.compress, id="xz"),
@@ -45,20 +45,20 @@ PACKS: list[Any] = [
 def read(path: Path, content: bytes) -> tuple[list[bytes], RowError | None]:
     """Returns the rows of a file, and the error that follows them."""
     path.write_bytes(content)
-    found = [line.content for line in read_lines(find_inputs([str(path)]), MOST)]
+    found = [line.content for line in read_lines(find_inputs([str(path)]), MAX_ROW_BYTES)]
     error = found.pop() if isinstance(found[-1], RowError) else None
     assert error is None or error.code == "unreadable_input"
     return found, error
 
 
-@pytest.mark.parametrize(("suffix", "pack"), PACKS)
-def test_rows_before_the_damage_of_a_packed_file_are_read(
-    tmp_path: Path, suffix: str, pack: Callable[[bytes], bytes]
+@pytest.mark.parametrize(("suffix", "compress"), COMPRESSORS)
+def test_rows_before_the_damage_of_a_compressed_file_are_read(
+    tmp_path: Path, suffix: str, compress: Callable[[bytes], bytes]
 ) -> None:
     """Regression: the last 256 KiB before the damage were lost, all rows of a small file."""
     path = tmp_path / f"in.jsonl{suffix}"
     # Why two members: bz2 and zstd compress this much as one block, which is damaged as a whole.
-    first, second = pack(PLAIN[: len(PLAIN) // 2]), pack(PLAIN[len(PLAIN) // 2 :])
+    first, second = compress(PLAIN[: len(PLAIN) // 2]), compress(PLAIN[len(PLAIN) // 2 :])
     assert read(path, first + second) == (ROWS, None)
     middle = len(second) // 2
     broken = second[:middle] + bytes(64) + second[middle + 64 :]
@@ -68,7 +68,7 @@ def test_rows_before_the_damage_of_a_packed_file_are_read(
         assert rows[: len(ROWS) // 2] == ROWS[: len(ROWS) // 2]
 
 
-def test_gzip_is_read_as_far_as_its_bits_allow(tmp_path: Path) -> None:
+def test_gzip_is_read_up_to_the_damaged_bit(tmp_path: Path) -> None:
     """As zcat does: with bytes after a complete member, and with a flipped bit."""
     path, whole = tmp_path / "in.jsonl.gz", gzip.compress(PLAIN)
     rows, error = read(path, whole + b"xyz")
@@ -91,14 +91,14 @@ def test_gzip_is_read_as_far_as_its_bits_allow(tmp_path: Path) -> None:
     assert num_early, "no flip was met before the end of the file"
 
 
-def test_a_job_answers_what_a_damaged_file_has(batch: Batch) -> None:
+def test_a_job_answers_the_readable_rows_of_a_damaged_file(batch: Batch) -> None:
     packed = bytearray(gzip.compress(b'"one"\n' * 300 + bytes(range(256)) * 8))
     packed[-1] ^= 1
     path = batch.write(bytes(packed), "in.txt.gz")
     found = batch.answers(path, "--max-tokens", "4", code=1)
     assert all(found[row]["error"] is None for row in range(300))
     assert found[max(found)]["error"]["code"] == "unreadable_input"
-    assert "behind row" in found[max(found)]["error"]["message"]
+    assert "after row" in found[max(found)]["error"]["message"]
 
 
 # --- rows with equal ids --------------------------------------------------------------------------
@@ -125,7 +125,7 @@ def test_a_job_answers_what_a_damaged_file_has(batch: Batch) -> None:
         (rb'{"id', None),
     ],
 )
-def test_the_id_of_a_line(line: bytes, expected: tuple[str, str] | None) -> None:
+def test_the_id_of_a_line_is_found(line: bytes, expected: tuple[str, str] | None) -> None:
     assert source._line_id(line) == expected
 
 
@@ -138,21 +138,21 @@ VALUES = st.recursive(
 
 
 @given(row=st.dictionaries(NAMES, VALUES, max_size=4), is_ascii=st.booleans())
-def test_an_id_that_is_plain_to_see_is_the_one_of_the_parsed_row(row: Any, is_ascii: bool) -> None:
+def test_the_id_of_a_line_equals_the_id_of_the_parsed_row(row: Any, is_ascii: bool) -> None:
     line = json.dumps(row, ensure_ascii=is_ascii).encode()
-    assert source._line_id(line) == source.own_id(row)
+    assert source._line_id(line) == source.row_id(row)
 
 
-def test_ids_are_found_in_every_form_but_parquet(tmp_path: Path) -> None:
+def test_duplicate_ids_are_found_in_every_format_except_parquet(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(b'{"id": 7, "prompt": "x"}\n{"prompt": "y"}\n')
     (tmp_path / "b.csv").write_bytes(b"id,prompt\n7,x\n8,y\n")
     (tmp_path / "c.txt").write_bytes(b'{"id": 7}\n')
     inputs = find_inputs([str(path) for path in sorted(tmp_path.iterdir())])
-    num_rows, (told,) = survey(inputs, MOST)
+    num_rows, (duplicate,) = survey(inputs, MAX_ROW_BYTES)
     assert num_rows == 5
-    assert told.startswith("id '7' stands at ")
-    assert "a.jsonl:1 and at " in told
-    assert told.endswith("b.csv:2")
+    assert duplicate.startswith("id '7' occurs at ")
+    assert "a.jsonl:1 and " in duplicate
+    assert duplicate.endswith("b.csv:2")
 
 
 # --- files of other programs ----------------------------------------------------------------------
@@ -169,7 +169,7 @@ def as_csv(delimiter: str, encoding: str) -> bytes:
 @pytest.mark.parametrize("name", ["in.csv", "in.csv.gz"])
 @pytest.mark.parametrize("delimiter", [",", ";", "\t", "|"])
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-16-le", "utf-16-be"])
-def test_a_csv_of_any_delimiter_and_of_excel(
+def test_a_csv_with_any_delimiter_and_encoding_is_read(
     tmp_path: Path, name: str, delimiter: str, encoding: str
 ) -> None:
     """Regression: the header was read as one column, so every row lacked the prompt column."""
@@ -179,7 +179,7 @@ def test_a_csv_of_any_delimiter_and_of_excel(
     assert rows == [dict(zip(CELLS[0], row, strict=True)) for row in CELLS[1:]]
 
 
-def test_a_tsv_has_tabs_whatever_its_header_has(tmp_path: Path) -> None:
+def test_a_tsv_is_split_at_tabs_only(tmp_path: Path) -> None:
     rows, _ = read(tmp_path / "in.tsv", b"a, b, c\td\n1, 2\t3\n")
     assert rows == [{"a, b, c": "1, 2", "d": "3"}]
 
@@ -196,9 +196,11 @@ ENTRIES = [{"prompt": "one", "x": [1, {"y": "é"}]}, "dog", [5, 6], {"prompt": "
         lambda rows: "\ufeff \n" + json.dumps(rows).replace("}, ", "}\n,\n"),
         lambda rows: "\n".join(json.dumps(row, indent=1) for row in rows),
     ],
-    ids=["one line", "indented", "a row a line", "rows one after another"],
+    ids=["one line", "indented", "one row per line", "rows one after another"],
 )
-def test_json_that_is_no_lines(tmp_path: Path, name: str, write: Callable[[Any], str]) -> None:
+def test_json_over_several_lines_is_read(
+    tmp_path: Path, name: str, write: Callable[[Any], str]
+) -> None:
     """Regression: each of its lines was a failed row."""
     content = write(ENTRIES).encode()
     rows, error = read(tmp_path / name, gzip.compress(content) if "gz" in name else content)
@@ -206,7 +208,7 @@ def test_json_that_is_no_lines(tmp_path: Path, name: str, write: Callable[[Any],
     assert [json.loads(row) for row in rows] == ENTRIES
 
 
-def test_lines_of_json_stay_lines_whatever_they_are_called(tmp_path: Path) -> None:
+def test_json_lines_are_recognized_despite_a_json_suffix(tmp_path: Path) -> None:
     content = b'[5, 6]\n{"torn": \n{"prompt": "one"}\n'
     for first in (b"", b"[[5\n", b"{\n"):
         rows, error = read(tmp_path / "in.json", first + content)
@@ -214,25 +216,25 @@ def test_lines_of_json_stay_lines_whatever_they_are_called(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("content", "told"),
+    ("content", "message"),
     [
-        (b'[{"a": 1},\n{"a": 2},\n{"a" 3}]', "row of line 3 is no JSON"),
-        (b'[{"a": 1},\n{"a": 2}\n', "row of line 3 is no JSON"),
-        (b'[{"a": 1},\n{"a": 2}]\n[{"a": 3}]', "line 2 the array ends, and more stands behind it"),
+        (b'[{"a": 1},\n{"a": 2},\n{"a" 3}]', "the row in line 3 is not JSON"),
+        (b'[{"a": 1},\n{"a": 2}\n', "the row in line 3 is not JSON"),
+        (b'[{"a": 1},\n{"a": 2}]\n[{"a": 3}]', "the array ends in line 2, but text follows it"),
     ],
 )
 def test_rows_before_the_damage_of_an_array_are_read(
-    tmp_path: Path, content: bytes, told: str
+    tmp_path: Path, content: bytes, message: str
 ) -> None:
     rows, error = read(tmp_path / "in.json", content)
     assert rows == [b'{"a": 1}', b'{"a": 2}']
-    assert told in str(error)
+    assert message in str(error)
 
 
-def test_what_is_read_as_a_whole_has_a_bound(
+def test_files_that_are_read_as_a_whole_have_a_maximum_size(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(source, "MOST_WHOLE_BYTES", 100)
+    monkeypatch.setattr(source, "MAX_WHOLE_FILE_BYTES", 100)
     for name, content in (
         ("in.json", json.dumps(ENTRIES * 9).encode()),
         ("in.csv", as_csv(";", "utf-16") + bytes(99)),
@@ -242,21 +244,21 @@ def test_what_is_read_as_a_whole_has_a_bound(
         assert "JSON arrays and UTF-16 may have 0 MiB" in str(error)
 
 
-def test_a_file_that_has_grown_by_lines_goes_on_and_an_array_does_not(batch: Batch) -> None:
+def test_a_job_whose_json_array_has_grown_is_refused(batch: Batch) -> None:
     array = batch.write(json.dumps(["one", "dog"], indent=1).encode(), "in.json")
-    assert batch.run(array) == 0, batch.told
+    assert batch.run(array) == 0, batch.stderr
     array.write_bytes(json.dumps(["one", "dog", "hi"], indent=1).encode())
     assert batch.run(array) == 2
-    assert "its content has changed" in batch.told
+    assert "its content has changed" in batch.stderr
 
 
-def test_a_template_may_do_without_a_column(batch: Batch) -> None:
+def test_a_template_may_use_an_optional_column(batch: Batch) -> None:
     path = batch.write(b"word\none\n", "in.csv")
     template = "{% if other is defined %}{{ other }}{% endif %}{{ word }}"
-    assert batch.run(path, "--template", template) == 0, batch.told
+    assert batch.run(path, "--template", template) == 0, batch.stderr
 
 
-def test_a_row_of_another_encoding_is_told_with_the_byte(batch: Batch) -> None:
+def test_a_row_in_another_encoding_is_reported_with_the_byte(batch: Batch) -> None:
     path = batch.write("prompt\none\ncaf\xe9\n".encode("cp1252"), "in.csv")
     assert batch.run(path) == 1
-    assert "in.csv:3: the row is not UTF-8: byte 0xe9 behind 'caf'; save the file as" in batch.told
+    assert "in.csv:3: the row is not UTF-8: byte 0xe9 after 'caf'; save the file as" in batch.stderr

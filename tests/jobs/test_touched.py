@@ -55,11 +55,11 @@ def test_a_job_is_not_resumed_with_other_weights(batch: Batch, name: str) -> Non
         (model / "model.safetensors.index.json").write_text(json.dumps(index))
     write_weights(model / name, b"a" * 100)
     source = batch.write(rows())
-    assert batch.run(source) == 1, batch.told
+    assert batch.run(source) == 1, batch.stderr
     kept = batch.output.read_bytes()
     write_weights(model / name, b"a" * 99 + b"b")
     assert batch.run(source) == 2
-    assert f"model.files.{name}: it was" in batch.told
+    assert f"model.files.{name}: it was" in batch.stderr
     assert batch.output.read_bytes() == kept
     write_weights(model / name, b"a" * 100)
     assert batch.run(source) == 1, "a copy of the same bytes is the same model"
@@ -71,13 +71,13 @@ def test_a_job_is_not_resumed_with_another_tokenizer(batch: Batch) -> None:
     (tokenizer / "tokenizer.json").write_text("{}")
     source = batch.write(rows())
     args = (source, "--tokenizer", tokenizer)
-    assert batch.run(*args) == 1, batch.told
+    assert batch.run(*args) == 1, batch.stderr
     (tokenizer / "tokenizer.json").write_text("{ }")
     assert batch.run(*args) == 2
-    assert "tokenizer.tokenizer.json: it was" in batch.told
+    assert "tokenizer.tokenizer.json: it was" in batch.stderr
 
 
-def test_a_model_is_not_read_for_a_job_that_is_refused(batch: Batch, monkeypatch: Any) -> None:
+def test_a_refused_job_does_not_read_the_model(batch: Batch, monkeypatch: Any) -> None:
     """Reading weights of 100 GB takes a while."""
 
     def never(*args: object) -> None:
@@ -85,7 +85,7 @@ def test_a_model_is_not_read_for_a_job_that_is_refused(batch: Batch, monkeypatch
 
     monkeypatch.setattr("nanoengine.cli.batch.describe_engine", never)
     assert batch.run("none.jsonl") == 2
-    assert "does not exist" in batch.told
+    assert "does not exist" in batch.stderr
 
 
 # --- an output that another program has written ---------------------------------------------------
@@ -94,7 +94,7 @@ Rewrite = Callable[[list[Any]], bytes]
 
 
 def lines(records: list[Any], end: str = "\n", **options: Any) -> bytes:
-    return "".join(json.dumps(one, **options) + end for one in records).encode()
+    return "".join(json.dumps(record, **options) + end for record in records).encode()
 
 
 REWRITTEN: dict[str, Rewrite] = {
@@ -103,28 +103,28 @@ REWRITTEN: dict[str, Rewrite] = {
     "unix2dos": lambda found: lines(found, end="\r\n"),
     "wide": lambda found: lines(found, separators=(" , ", " : ")),
     "no end of the last line": lambda found: lines(found, separators=(",", ":"))[:-1],
-    "other fields": lambda found: lines([{"note": 1, **one} for one in found]),
+    "other fields": lambda found: lines([{"note": 1, **record} for record in found]),
 }
 
 
-@pytest.mark.parametrize("of", [rows, simple_rows])
+@pytest.mark.parametrize("make_rows", [rows, simple_rows])
 @pytest.mark.parametrize("how", REWRITTEN)
-def test_records_are_known_however_they_are_written(
-    batch: Batch, how: str, of: Callable[[], list[Any]]
+def test_records_are_recognized_after_a_rewrite_by_another_program(
+    batch: Batch, how: str, make_rows: Callable[[], list[Any]]
 ) -> None:
     """Regression: they were dropped as invalid records, or counted as failures."""
-    source = batch.write(of())
-    assert batch.run(source, *GREEDY) == 1, batch.told
+    source = batch.write(make_rows())
+    assert batch.run(source, *GREEDY) == 1, batch.stderr
     written = REWRITTEN[how](batch.records())
     batch.output.write_bytes(written)
-    assert batch.run(source, *GREEDY) == 1, batch.told
-    assert f"resumed {NUM_ROWS:>27}" in batch.told
-    assert f"{'failed before':<20} {1:>14}" in batch.told
-    assert "warning" not in batch.told
+    assert batch.run(source, *GREEDY) == 1, batch.stderr
+    assert f"resumed {NUM_ROWS:>27}" in batch.stderr
+    assert f"{'failed before':<20} {1:>14}" in batch.stderr
+    assert "warning" not in batch.stderr
     assert batch.output.read_bytes() == written.rstrip(b"\n") + b"\n"
     batch.output.write_bytes(written)
     assert batch.run(source, "--retry-errors", *GREEDY) == 1
-    assert f"resumed {NUM_ROWS - 1:>27}" in batch.told
+    assert f"resumed {NUM_ROWS - 1:>27}" in batch.stderr
     assert len(batch.by_row()) == NUM_ROWS
 
 
@@ -134,20 +134,20 @@ def test_records_are_known_however_they_are_written(
         lambda found: json.dumps(found).encode(),
         lambda found: json.dumps(found, indent=1).encode() + b"\n",
         lambda found: json.dumps(found[0]).encode()[1:-1],
-        lambda found: lines([{**one, "error": None} for one in found[:2]]) + b"notes\n" * 3,
+        lambda found: lines([{**record, "error": None} for record in found[:2]]) + b"notes\n" * 3,
         lambda found: lines([{"answer": 5} for _ in found])[:-1],
         lambda found: lines(found).decode().encode("utf-16"),
     ],
     ids=["jq -s", "jq", "half a record", "notes", "other objects", "utf-16"],
 )
-def test_a_file_of_few_records_is_left_alone(batch: Batch, written: Rewrite) -> None:
+def test_a_file_with_mostly_invalid_lines_is_not_changed(batch: Batch, written: Rewrite) -> None:
     """Regression: it was replaced by the lines that looked like records."""
     source = batch.write(rows())
     assert batch.run(source) == 1
     content = written(batch.records())
     batch.output.write_bytes(content)
-    assert batch.run(source) == 2, batch.told
-    assert "no records of this job" in batch.told
+    assert batch.run(source) == 2, batch.stderr
+    assert "not records of this job" in batch.stderr
     assert batch.output.read_bytes() == content
     assert batch.run(source, "--restart") == 1
     assert (batch.directory / "out.1.jsonl").read_bytes() == content
@@ -178,21 +178,21 @@ DAMAGES: dict[str, tuple[Callable[[bytes, int, int], bytes], int]] = {
 
 
 @pytest.mark.parametrize("how", DAMAGES)
-def test_what_is_no_record_is_told_and_its_row_is_answered_again(batch: Batch, how: str) -> None:
+def test_a_damaged_record_is_reported_and_its_row_is_answered_again(batch: Batch, how: str) -> None:
     """Regression: only both ends of a line were checked: a row was lost, or memory ran out."""
     source = batch.write(rows())
-    assert batch.run(source, "--in-order") == 1
+    assert batch.run(source, "--sort-output") == 1
     whole = batch.output.read_bytes()
     begins = list(itertools.accumulate(map(len, whole.splitlines(keepends=True))))
     damage, num_lost = DAMAGES[how]
     batch.output.write_bytes(damage(whole, *begins[:2]))
     for code in (1, 1):
-        assert batch.run(source, "--in-order") == code, batch.told
+        assert batch.run(source, "--sort-output") == code, batch.stderr
     assert batch.output.read_bytes() == whole
     batch.output.write_bytes(damage(whole, *begins[:2]))
-    assert batch.run(source, "--in-order") == 1
-    assert "lines are no records, or of rows that have one" in batch.told
-    assert f"resumed {NUM_ROWS - num_lost:>27}" in batch.told
+    assert batch.run(source, "--sort-output") == 1
+    assert "lines are not records, or repeat the record of a row" in batch.stderr
+    assert f"resumed {NUM_ROWS - num_lost:>27}" in batch.stderr
 
 
 # --- an output that is touched while the job runs -------------------------------------------------
@@ -214,8 +214,8 @@ TOUCHES: dict[str, Callable[[Path], Any]] = {
 
 
 @pytest.mark.parametrize("how", TOUCHES)
-@pytest.mark.parametrize("option", ["", "--in-order", "--errors", "soon"])
-def test_an_output_that_is_touched_while_the_job_runs_is_told(
+@pytest.mark.parametrize("option", ["", "--sort-output", "--errors", "soon"])
+def test_a_change_of_the_output_during_the_job_is_reported(
     batch: Batch, monkeypatch: Any, how: str, option: str
 ) -> None:
     """Regression: the job reported that all rows are answered, and there was no file."""
@@ -233,12 +233,12 @@ def test_an_output_that_is_touched_while_the_job_runs_is_told(
     if option == "soon":
         monkeypatch.setattr(logs, "SYNC_S", 0.0)
     source = batch.write([completion(str(i)) for i in range(150)])
-    options = {"--in-order": ["--in-order"], "--errors": ["--errors", errors]}.get(option, [])
+    options = {"--sort-output": ["--sort-output"], "--errors": ["--errors", errors]}.get(option, [])
     assert batch.run(source, *options) == 1
-    assert batch.told.count(f"error: {batch.output} ") == 1
-    assert "while the job ran" in batch.told
-    assert "complete" not in batch.told
-    assert (count < 150) == (option == "soon"), "it is looked for whenever the disk is told"
+    assert batch.stderr.count(f"error: {batch.output} ") == 1
+    assert "during the job" in batch.stderr
+    assert "complete" not in batch.stderr
+    assert (count < 150) == (option == "soon"), "a change is detected at the next sync"
 
 
 # --- an input that changes while the job runs -----------------------------------------------------
@@ -257,8 +257,8 @@ CHANGES: dict[str, Callable[[bytes], bytes]] = {
 
 
 @pytest.mark.parametrize("how", [*CHANGES, "removed"])
-@pytest.mark.parametrize("option", ["", "--in-order", "to a pipe"])
-def test_an_input_that_changes_while_the_job_runs_is_told(
+@pytest.mark.parametrize("option", ["", "--sort-output", "to a pipe"])
+def test_a_change_of_an_input_during_the_job_is_reported(
     batch: Batch, monkeypatch: Any, how: str, option: str
 ) -> None:
     """Regression: the job was complete without its last rows, or with answers to other rows."""
@@ -277,16 +277,14 @@ def test_an_input_that_changes_while_the_job_runs_is_told(
     options = [option] if option.startswith("--") else []
     output = "/dev/null" if option == "to a pipe" else None
     assert batch.run(source, *options, output=output) == 1
-    assert f"{source}: its content has changed" in batch.told
-    assert "while the job ran" in batch.told
-    assert "complete" not in batch.told
+    assert f"{source}: its content has changed" in batch.stderr
+    assert "while the job ran" in batch.stderr
+    assert "complete" not in batch.stderr
 
 
 @pytest.mark.extra
 @pytest.mark.parametrize("form", ["jsonl", "parquet"])
-def test_no_table_is_made_of_inputs_that_have_changed(
-    batch: Batch, monkeypatch: Any, form: str
-) -> None:
+def test_no_table_is_written_for_changed_inputs(batch: Batch, monkeypatch: Any, form: str) -> None:
     pyarrow = pytest.importorskip("pyarrow")
     import pyarrow.parquet as parquet
 
@@ -309,35 +307,35 @@ def test_no_table_is_made_of_inputs_that_have_changed(
     monkeypatch.setattr(Job, "work", later)
     output = batch.directory / "out.parquet"
     assert batch.run(source, *GREEDY, output=output) == 1
-    assert "its content has changed" in batch.told
+    assert "its content has changed" in batch.stderr
     assert not output.exists()
 
 
-def test_a_job_without_some_of_its_rows_is_not_complete(batch: Batch, monkeypatch: Any) -> None:
+def test_a_job_with_missing_rows_is_not_complete(batch: Batch, monkeypatch: Any) -> None:
     """An input may be shorter while it is read and unchanged at the end."""
     read_lines = jobs.read_lines
     source = batch.write(rows())
     monkeypatch.setattr(jobs, "read_lines", lambda *args: itertools.islice(read_lines(*args), 4))
     assert batch.run(source) == 1
-    assert "2 of 6 rows have no record" in batch.told
-    assert "complete" not in batch.told
+    assert "2 of 6 rows have no record" in batch.stderr
+    assert "complete" not in batch.stderr
     monkeypatch.undo()
 
 
 # --- the small files of a job ---------------------------------------------------------------------
 
-RUNS = [
+JOURNALS = [
     b"run 1 " + bytes(20),
     b"run 1 " + b"9" * 5000,
     b"run 1 x\n2\n",
     b"run \n",
     b"9" * 5000 + b"\n",
 ]
-RUNS += ["run 1 ٣\n٢\n".encode(), b"\xff" * 50, b"run 1 0\n99999999999999999999\n"]
+JOURNALS += ["run 1 ٣\n٢\n".encode(), b"\xff" * 50, b"run 1 0\n99999999999999999999\n"]
 
 
-@pytest.mark.parametrize("content", RUNS)
-def test_a_file_of_runs_that_is_damaged_stops_nothing(batch: Batch, content: bytes) -> None:
+@pytest.mark.parametrize("content", JOURNALS)
+def test_a_damaged_journal_does_not_stop_the_job(batch: Batch, content: bytes) -> None:
     """Regression: each start ended with a traceback."""
     source = batch.write(rows())
     assert batch.run(source) == 1
@@ -346,8 +344,8 @@ def test_a_file_of_runs_that_is_damaged_stops_nothing(batch: Batch, content: byt
     batch.write(content, "out.jsonl.job.runs")
     with contextlib.closing(RecordLog(batch.output)):
         assert batch.run(source) == 2
-        assert "is being written by another process" in batch.told
-    assert batch.run(source) == 1, batch.told
+        assert "is being written by another process" in batch.stderr
+    assert batch.run(source) == 1, batch.stderr
     assert batch.by_row() == whole
 
 
@@ -359,7 +357,7 @@ MANIFESTS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("changed", MANIFESTS)
-def test_a_manifest_of_other_types_is_refused(batch: Batch, changed: dict[str, Any]) -> None:
+def test_a_manifest_with_wrong_types_is_refused(batch: Batch, changed: dict[str, Any]) -> None:
     source = batch.write(rows())
     assert batch.run(source) == 1
     path, kept = batch.directory / "out.jsonl.job.json", batch.output.read_bytes()
@@ -367,21 +365,21 @@ def test_a_manifest_of_other_types_is_refused(batch: Batch, changed: dict[str, A
     for found in ({**manifest, **changed}, {n: v for n, v in manifest.items() if n not in changed}):
         path.write_text(json.dumps(found))
         assert batch.run(source) == 2
-        assert f"{path} is no manifest" in batch.told
+        assert f"{path} is not a manifest" in batch.stderr
     assert batch.output.read_bytes() == kept
-    assert batch.run(source, "--restart") == 1, batch.told
+    assert batch.run(source, "--restart") == 1, batch.stderr
 
 
 @pytest.mark.parametrize("name", ["out.jsonl.job.json.tmp", "out.jsonl.tmp", "out.jsonl.job.runs"])
-def test_a_link_in_the_place_of_a_file_of_the_job_is_not_followed(batch: Batch, name: str) -> None:
+def test_a_link_at_the_path_of_a_job_file_is_not_followed(batch: Batch, name: str) -> None:
     """Regression: its target was overwritten."""
     precious, source = batch.write(b"precious\n", "precious"), batch.write(rows())
-    assert batch.run(source, "--keep-input-order", "--max-errors", "0") == 3
+    assert batch.run(source, "--no-reorder", "--max-errors", "0") == 3
     (batch.directory / name).unlink(missing_ok=True)
     (batch.directory / name).symlink_to(precious)
-    code = batch.run(source, "--in-order")
+    code = batch.run(source, "--sort-output")
     assert precious.read_bytes() == b"precious\n"
-    assert code == (2 if name.endswith("runs") else 1), batch.told
+    assert code == (2 if name.endswith("runs") else 1), batch.stderr
 
 
 # --- names and streams ----------------------------------------------------------------------------
@@ -393,12 +391,12 @@ def test_a_name_with_a_nul_is_refused(batch: Batch, option: str) -> None:
     before = sorted(os.listdir(batch.directory))
     options = () if option == "--output" else (option, name)
     assert batch.run(source, *options, output=name if option == "--output" else None) == 2
-    assert "a name of a file has no NUL" in batch.told
+    assert "its name contains a NUL" in batch.stderr
     assert sorted(os.listdir(batch.directory)) == before
 
 
 @pytest.mark.parametrize("stream", [">&-", "1</dev/null"])
-def test_answers_are_not_written_to_a_closed_stdout(batch: Batch, stream: str) -> None:
+def test_a_closed_stdout_is_refused(batch: Batch, stream: str) -> None:
     """Regression: all answers were lost, and the exit code was 0."""
     source = batch.write([{"prompt": "one", "max_tokens": 1}])
     command = f"{sys.executable} -m nanoengine.cli.main batch demo {source} --output - {stream}"

@@ -15,59 +15,57 @@ from tests.support.text_fixtures import byte_level
 ROWS = [completion(f"{i}", prompt) for i, prompt in enumerate(["one", "dog", "€", "one", 3, "dog"])]
 
 
-def test_the_same_answers_are_verified(batch: Batch) -> None:
+def test_verify_confirms_equal_answers(batch: Batch) -> None:
     rows = batch.write(ROWS)
     assert batch.run(rows, "--verify", 100) == 1, "a row has failed"
-    assert "of 5 answers, run again alone in a fresh engine, 5 are the same" in batch.told
+    assert "5 of 5 answers are identical when run alone" in batch.stderr
     assert batch.run(rows, "--verify", 2) == 1
-    assert "of 2 answers" in batch.told
+    assert "of 2 answers" in batch.stderr
 
 
-def test_each_answer_that_differs_is_named(batch: Batch, make_llm: MakeLLM) -> None:
+def test_verify_names_each_answer_that_differs(batch: Batch, make_llm: MakeLLM) -> None:
     rows = batch.write(ROWS)
-    assert batch.run(rows, "--in-order") == 1
+    assert batch.run(rows, "--sort-output") == 1
     make_llm(ANSWERS | {"dog": " and a little bat!"}, tokenizer=byte_level()).close()
-    assert batch.run(rows, "--in-order", "--verify", 100) == 4
-    assert re.findall(r"^row (\d+) \((\S+)\)", batch.told, re.MULTILINE) == [
+    assert batch.run(rows, "--sort-output", "--verify", 100) == 4
+    assert re.findall(r"^row (\d+) \((\S+)\)", batch.stderr, re.MULTILINE) == [
         ("1", f"{rows}:2"), ("5", f"{rows}:6"),
     ]  # fmt: skip
-    assert "little cat" in batch.told and "little bat" in batch.told
-    assert "3 are the same" in batch.told
+    assert "little cat" in batch.stderr and "little bat" in batch.stderr
+    assert "3 of 5 answers are identical" in batch.stderr
 
 
-def test_a_changed_file_is_found_and_other_blanks_are_no_change(batch: Batch) -> None:
+def test_verify_finds_changed_text_and_ignores_spacing(batch: Batch) -> None:
     rows = batch.write(ROWS)
     assert batch.run(rows) == 1
-    kept = [json.dumps(one, indent=None, separators=(", ", ":  ")) for one in batch.records()]
-    batch.output.write_text("\n".join(kept) + "\n", encoding="utf-8")
-    assert batch.run(rows, "--verify", 100) == 1, batch.told
-    batch.output.write_text("\n".join(kept).replace(" three", " thre3") + "\n", encoding="utf-8")
+    lines = [json.dumps(row, indent=None, separators=(", ", ":  ")) for row in batch.records()]
+    batch.output.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    assert batch.run(rows, "--verify", 100) == 1, batch.stderr
+    batch.output.write_text("\n".join(lines).replace(" three", " thre3") + "\n", encoding="utf-8")
     assert batch.run(rows, "--verify", 100) == 4
-    assert batch.told.count("thre3") == 2
+    assert batch.stderr.count("thre3") == 2
 
 
-def test_the_seed_draws_the_rows(batch: Batch, make_llm: MakeLLM) -> None:
+def test_the_seed_selects_the_rows_to_verify(batch: Batch, make_llm: MakeLLM) -> None:
     rows = batch.write([completion(f"{i}", "one") for i in range(40)])
-    drawn = []
+    samples = []
     for seed in (0, 0, 1):
         make_llm(ANSWERS, tokenizer=byte_level()).close()
         assert batch.run(rows, "--restart", "--seed", seed) == 0
         make_llm(ANSWERS | {"one": " two four."}, tokenizer=byte_level()).close()
         assert batch.run(rows, "--seed", seed, "--verify", 8) == 4
-        drawn.append(re.findall(r"^row (\d+)", batch.told, re.MULTILINE))
-    assert len(drawn[0]) == 8
-    assert drawn[0] == drawn[1] != drawn[2]
+        samples.append(re.findall(r"^row (\d+)", batch.stderr, re.MULTILINE))
+    assert len(samples[0]) == 8
+    assert samples[0] == samples[1] != samples[2]
 
 
-def test_the_demo_model_says_the_same_alone(tmp_path: Path, capsys: Any) -> None:
+def test_the_demo_model_generates_the_same_text_alone(tmp_path: Path, capsys: Any) -> None:
     prompts = [f"Once upon a time {'there was ' * (i % 3)}" for i in range(12)]
     path = tmp_path / "in.txt"
     path.write_text("\n".join(prompts), encoding="utf-8")
     command = ["batch", "demo", str(path), "--output", str(tmp_path / "out.jsonl")]
     assert main([*command, "--max-tokens", "8", "--n", "2", "--verify", "6"]) == 0
-    assert "of 6 answers, run again alone in a fresh engine, 6 are the same" in (
-        capsys.readouterr().err
-    )
+    assert "6 of 6 answers are identical" in capsys.readouterr().err
 
 
 # --- a dry run -----------------------------------------------------------------------------------
@@ -83,27 +81,29 @@ BAD = [
 GOOD = [{"prompt": "Once upon a time", "max_tokens": 9, "n": 2}, {"prompt_token_ids": [1, 2, 3]}]
 
 
-def test_a_dry_run_says_what_a_run_would_and_writes_nothing(tmp_path: Path, capsys: Any) -> None:
+def test_a_dry_run_reports_the_errors_of_a_run_and_writes_nothing(
+    tmp_path: Path, capsys: Any
+) -> None:
     rows = [GOOD[0], *BAD, GOOD[1]]
     path, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows) + "no JSON\n")
     command = ["batch", "demo", str(path), "--output", str(output)]
     assert main([*command, "--dry-run"]) == 1
-    shown = capsys.readouterr()
-    assert [one.name for one in tmp_path.iterdir()] == ["in.jsonl"]
+    captured = capsys.readouterr()
+    assert [line.name for line in tmp_path.iterdir()] == ["in.jsonl"]
     assert main(command) == 1
     records = sorted(map(json.loads, output.read_text().splitlines()), key=lambda r: r["_row"])
     errors = [record["error"] for record in records if record["error"]]
-    told = [f"{e['file']}:{e['line']}: {e['code']}: {e['message']}" for e in errors]
-    without_index = [one.replace("prompt 0: ", "") for one in told]
-    assert shown.out.splitlines() == without_index
+    expected = [f"{e['file']}:{e['line']}: {e['code']}: {e['message']}" for e in errors]
+    without_index = [line.replace("prompt 0: ", "") for line in expected]
+    assert captured.out.splitlines() == without_index
     assert len(errors) == len(BAD) + 1
-    used = sum(record["usage"]["prompt_tokens"] for record in records if record["usage"])
-    assert f"9 rows, of which 7 would fail; {used} prompt tokens" in shown.err
-    assert "at most 274 tokens to generate" in shown.err
+    num_tokens = sum(record["usage"]["prompt_tokens"] for record in records if record["usage"])
+    assert f"9 rows, 7 would fail; {num_tokens} prompt tokens" in captured.err
+    assert "at most 274 output tokens" in captured.err
 
 
-def test_a_dry_run_without_a_fault_exits_with_0_and_leaves_an_earlier_output_alone(
+def test_a_dry_run_without_errors_exits_with_0_and_keeps_an_earlier_output(
     tmp_path: Path, capsys: Any
 ) -> None:
     path, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
@@ -112,10 +112,10 @@ def test_a_dry_run_without_a_fault_exits_with_0_and_leaves_an_earlier_output_alo
     assert main(["batch", "demo", str(path), "--output", str(output), "--dry-run"]) == 0
     assert capsys.readouterr().out == ""
     assert output.read_text() == "mine\n"
-    assert sorted(one.name for one in tmp_path.iterdir()) == ["in.jsonl", "out.jsonl"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "out.jsonl"]
 
 
-def test_a_dry_run_looks_for_equal_ids(batch: Batch, capsys: Any) -> None:
+def test_a_dry_run_reports_duplicate_ids(batch: Batch, capsys: Any) -> None:
     rows = batch.write([completion("a"), completion("a")])
     command = ["batch", "demo", str(rows), "--output", str(batch.output), "--dry-run"]
     assert main(command) == 0

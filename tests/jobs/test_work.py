@@ -28,9 +28,7 @@ def nothing_frozen(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("before", [False, True])
-def test_the_collector_passes_over_what_was_there_while_rows_run(
-    before: bool, nothing_frozen: None
-) -> None:
+def test_existing_objects_are_frozen_while_rows_run(before: bool, nothing_frozen: None) -> None:
     if before:
         gc.freeze()
     seen: list[int] = []
@@ -59,7 +57,13 @@ def test_the_collector_passes_over_what_was_there_while_rows_run(
         (b"\nrun 1 1\n4\n5\n\nrun 2 1\n5\n6", 1, {4: 1, 5: 2}),
         (b"\nrun 1 1\n4\n4\n4\n", 1, {4: 1}),
     ],
-    ids=["killed", "killed after a record", "crashed", "twice, and torn", "a row of three turns"],
+    ids=[
+        "killed",
+        "killed after a record",
+        "crashed",
+        "crashed twice, with a torn line",
+        "a conversation of three turns",
+    ],
 )
 def test_a_crash_counts_once_for_each_row_that_ran(
     tmp_path: Path, text: bytes, num_done: int, counts: dict[int, int]
@@ -68,7 +72,7 @@ def test_a_crash_counts_once_for_each_row_that_ran(
     path.write_bytes(text)
     for _ in range(2):  # the first one is closed normally, so the second one counts the same
         journal = Journal(path, num_done, lambda row: row == 3)
-        journal.note(7)
+        journal.record_start(7)
         journal.close(is_complete=False)
-        assert journal.counts == counts
+        assert journal.crashes == counts
     assert path.read_bytes().startswith(text + b"\nrun ")

@@ -41,11 +41,11 @@ def random_weight(outputs: int, inputs: int, dtype: torch.dtype) -> torch.Tensor
 def test_a_16_bit_weight_has_the_bits_of_its_float32_copy(dtype, rows):
     weight = random_weight(53, 96, dtype)
     x, bias = torch.randn(rows, 96), torch.randn(53)
-    kept, copied = layer(weight), layer(weight.float())
-    assert kept.weight.dtype == dtype
-    assert torch.equal(kept.apply(x, bias), copied.apply(x, bias))
+    in_16_bits, in_32_bits = layer(weight), layer(weight.float())
+    assert in_16_bits.weight.dtype == dtype
+    assert torch.equal(in_16_bits.apply(x, bias), in_32_bits.apply(x, bias))
     ids = torch.tensor([0, 52, 17, 48])
-    assert torch.equal(kept.rows(ids), weight[ids].float())
+    assert torch.equal(in_16_bits.rows(ids), weight[ids].float())
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 7, 8, 33])
@@ -73,14 +73,14 @@ def test_inputs_are_rounded_half_to_even_and_nan_stays_nan():
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     """A bfloat16 checkpoint, and the same values in float32."""
-    kept = tmp_path_factory.mktemp("kept")
-    make_checkpoint(kept, "qwen3", dtype=torch.bfloat16)
-    copied = tmp_path_factory.mktemp("copied")
-    weights = {name: w.float() for name, w in load_file(kept / "model.safetensors").items()}
-    save_file(weights, copied / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((kept / "config.json").read_text())
-    (copied / "config.json").write_text(json.dumps(config | {"dtype": "float32"}))
-    return kept, copied
+    bfloat16_dir = tmp_path_factory.mktemp("bfloat16")
+    make_checkpoint(bfloat16_dir, "qwen3", dtype=torch.bfloat16)
+    float32_dir = tmp_path_factory.mktemp("float32")
+    weights = {name: w.float() for name, w in load_file(bfloat16_dir / "model.safetensors").items()}
+    save_file(weights, float32_dir / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((bfloat16_dir / "config.json").read_text())
+    (float32_dir / "config.json").write_text(json.dumps(config | {"dtype": "float32"}))
+    return bfloat16_dir, float32_dir
 
 
 def outputs(directory, **options):
@@ -95,10 +95,10 @@ def outputs(directory, **options):
 
 
 def test_a_bfloat16_checkpoint_in_float32_has_the_bits_of_a_float32_one(checkpoint):
-    kept, copied = checkpoint
-    tokens, logprobs, info = outputs(kept, dtype="float32")
-    assert (tokens, logprobs) == outputs(copied)[:2]
-    whole = outputs(copied)[2].weight_bytes
+    bfloat16_dir, float32_dir = checkpoint
+    tokens, logprobs, info = outputs(bfloat16_dir, dtype="float32")
+    assert (tokens, logprobs) == outputs(float32_dir)[:2]
+    whole = outputs(float32_dir)[2].weight_bytes
     assert info.dtype == "float32"
     assert info.weight_bytes < 0.52 * whole, "only norms stay float32"
 
@@ -118,9 +118,9 @@ def test_bfloat16_is_close_to_float32_and_halves_the_cache(family, tmp_path):
 
 
 def test_bfloat16_outputs_are_the_same_alone_and_in_a_batch(checkpoint):
-    kept, _ = checkpoint
+    bfloat16_dir, _ = checkpoint
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=0)
-    with LLM(kept, dtype="bfloat16", skip_tokenizer_init=True, num_kv_blocks=64) as llm:
+    with LLM(bfloat16_dir, dtype="bfloat16", skip_tokenizer_init=True, num_kv_blocks=64) as llm:
         together = llm.generate(PROMPTS, params, use_tqdm=False)
         llm.reset_prefix_cache()
         for prompt, output in zip(PROMPTS, together, strict=True):
@@ -131,14 +131,14 @@ def test_bfloat16_outputs_are_the_same_alone_and_in_a_batch(checkpoint):
 
 
 def test_a_float32_matrix_of_a_16_bit_checkpoint_is_not_rounded(checkpoint, tmp_path):
-    kept, copied = checkpoint
-    weights = load_file(kept / "model.safetensors")
+    bfloat16_dir, float32_dir = checkpoint
+    weights = load_file(bfloat16_dir / "model.safetensors")
     name = "model.layers.0.mlp.down_proj.weight"
     weights[name] = weights[name].float() * 1.001
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    (tmp_path / "config.json").write_text((kept / "config.json").read_text())
+    (tmp_path / "config.json").write_text((bfloat16_dir / "config.json").read_text())
     info = outputs(tmp_path, dtype="float32")[2]
-    assert info.weight_bytes == outputs(copied)[2].weight_bytes
+    assert info.weight_bytes == outputs(float32_dir)[2].weight_bytes
 
 
 def test_auto_selects_bfloat16_on_a_cpu_with_bfloat16_dot_products():
@@ -153,7 +153,7 @@ def test_auto_selects_bfloat16_on_a_cpu_with_bfloat16_dot_products():
 @pytest.mark.parametrize("family", ["gemma2", "gemma3", "glm4"])
 def test_float16_raises_for_families_with_large_activations(family, tmp_path):
     make_checkpoint(tmp_path, family, dtype=torch.float16)
-    with pytest.raises(ConfigError, match=r"can't hold the activations.*bfloat16 or float32"):
+    with pytest.raises(ConfigError, match=r"float16 is not supported.*bfloat16 or float32"):
         outputs(tmp_path, dtype="float16")
     assert outputs(tmp_path, dtype="auto")[2].dtype == "float32"
 
@@ -170,11 +170,11 @@ def test_an_odd_number_of_inputs_requires_float32(tmp_path):
 
 def test_experts_stay_16_bit_unless_their_size_is_odd(tmp_path):
     """A mixture of experts in a 16-bit checkpoint stays 16-bit, unless experts have an odd size."""
-    for size, kept in ((32, True), (33, False)):
+    for size, stays_16_bit in ((32, True), (33, False)):
         directory = tmp_path / str(size)
         make_checkpoint(directory, "qwen3_moe", dtype=torch.bfloat16, moe_intermediate_size=size)
         *_, info = outputs(directory, dtype="float32")
-        assert (info.weight_bytes < 3 * info.num_parameters) == kept
+        assert (info.weight_bytes < 3 * info.num_parameters) == stays_16_bit
     with pytest.raises(ConfigError, match=r"even number of inputs.*moe_intermediate_size=33"):
         outputs(tmp_path / "33", dtype="bfloat16")
 
@@ -188,11 +188,11 @@ def test_the_embedding_of_a_quantized_model_stays_16_bit(tied, dtype, tmp_path):
         tmp_path, quantization="int8", dtype=dtype, skip_tokenizer_init=True, num_kv_blocks=64
     ) as llm:
         assert llm.engine.executor.model.model.embed_tokens.weight.dtype == torch.bfloat16
-    kept = outputs(tmp_path, quantization="int8", dtype=dtype)[:2]
+    from_16_bits = outputs(tmp_path, quantization="int8", dtype=dtype)[:2]
     file = tmp_path / "model.safetensors"
     save_file({n: w.float() for n, w in load_file(file).items()}, file, metadata={"format": "pt"})
     if dtype == "float32":
-        assert kept == outputs(tmp_path, quantization="int8", dtype=dtype)[:2]
+        assert from_16_bits == outputs(tmp_path, quantization="int8", dtype=dtype)[:2]
 
 
 @pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
@@ -208,8 +208,10 @@ def test_unquantized_layers_of_a_quantized_checkpoint_stay_16_bit(dtype, tmp_pat
     (file.parent / "config.json").write_text(json.dumps(raw | {"dtype": "float16"}))
     with LLM(file.parent, dtype=dtype, skip_tokenizer_init=True, num_kv_blocks=64) as llm:
         model = llm.engine.executor.model
-        kept = torch.float16 if dtype == "auto" else torch.bfloat16
-        assert model.model.embed_tokens.weight.dtype == model.lm_head.method.weight.dtype == kept
+        expected = torch.float16 if dtype == "auto" else torch.bfloat16
+        assert (
+            model.model.embed_tokens.weight.dtype == model.lm_head.method.weight.dtype == expected
+        )
     assert len(outputs(file.parent, dtype=dtype)[0]) == len(PROMPTS)
 
 

@@ -46,8 +46,8 @@ def load_several_formats(
     if "experts" in self.name:
         rows = len(weight) // 2
     for start in range(0, len(weight), rows):
-        made = make_weight(form_of(self.name, first + start), rows, inputs, seed=first + start)
-        self.load_quantized(made, first + start)
+        quantized = make_weight(form_of(self.name, first + start), rows, inputs, seed=first + start)
+        self.load_quantized(quantized, first + start)
 
 
 def test_fused_layers_with_several_formats_are_one_call(tmp_path: Path, monkeypatch) -> None:
@@ -70,10 +70,10 @@ def test_group_wise_quantized_experts_are_one_call(
     make_checkpoint(tmp_path, "qwen3_moe", **SIZES)
     monkeypatch.setattr(CPUQuantizedLinear, "load", load_several_formats)
     kernels = cpu_kernels(torch.float32, Quantization(bits=4, activations="int8"))
-    made = kernels.linear
+    make_linear = kernels.linear
 
     def linear(name: str) -> QuantizedLinear:
-        method = made(name)
+        method = make_linear(name)
         if isinstance(method, CPUQuantizedLinear):
             method.activations = activations
         return method

@@ -99,11 +99,11 @@ def test_layer_types_of_transformers_4_are_parsed():
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"hybrid_override_pattern": "M-X*"}, "hybrid_override_pattern='M-X\\*' must say"),
+        ({"hybrid_override_pattern": "M-X*"}, "hybrid_override_pattern='M-X\\*' must have"),
         ({"hybrid_override_pattern": "M-M"}, "no layer with attention"),
-        ({"hybrid_override_pattern": None}, "hybrid_override_pattern=None must say"),
+        ({"hybrid_override_pattern": None}, "hybrid_override_pattern=None must have"),
         ({"n_groups": 3}, "mamba_n_heads=4 must be a multiple of mamba_n_groups=3"),
-        ({"mamba_head_dim": "auto"}, "mamba_head_dim must be a size, got 'auto'"),
+        ({"mamba_head_dim": "auto"}, "mamba_head_dim must be an integer from 1, got 'auto'"),
         ({"time_step_limit": [0.5]}, "time_step_limit must be two numbers"),
         ({"time_step_limit": [0.5, 0.1]}, "time_step_limit must be two numbers"),
         ({"moe_latent_size": 8}, "moe_latent_size=8 is not implemented"),

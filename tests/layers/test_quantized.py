@@ -56,13 +56,13 @@ def method(
 ) -> QuantizedLinear:
     """A layer that is created and loaded as in a model, in two parts."""
     quantization = resolve_quantization(option, None, device="cpu")
-    made = cpu_kernels(dtype, quantization).linear("model.layers.0.mlp.down_proj")
-    made.create(weight.shape, dtype, CPU)
+    layer = cpu_kernels(dtype, quantization).linear("model.layers.0.mlp.down_proj")
+    layer.create(weight.shape, dtype, CPU)
     half = weight.shape[0] // 2
-    made.load(weight[half:], half)  # parts may be loaded in any order
-    made.load(weight[:half])
-    made.finish()
-    return made
+    layer.load(weight[half:], half)  # parts may be loaded in any order
+    layer.load(weight[:half])
+    layer.finish()
+    return layer
 
 
 # --- weights --------------------------------------------------------------------------------------
@@ -174,9 +174,9 @@ def test_weights_are_stacked_and_split_for_ranks() -> None:
     stacked = QuantizedWeight.stacked([whole, zeros], "x")
     assert torch.equal(stacked.dequantized(), torch.cat([whole.dequantized(), zeros.dequantized()]))
     reordered = replace(whole, order=torch.arange(64).flip(0))
-    for other in (rows, reordered, quantize(weight, 8, 16)):
+    for different in (rows, reordered, quantize(weight, 8, 16)):
         with pytest.raises(WeightLoadError, match=r"fused in qkv are quantized differently"):
-            QuantizedWeight.stacked([whole, other], "qkv")
+            QuantizedWeight.stacked([whole, different], "qkv")
 
 
 # --- activations ----------------------------------------------------------------------------------
@@ -206,11 +206,11 @@ def test_ties_round_to_even() -> None:
 
 @pytest.mark.parametrize("option", OPTIONS)
 def test_nan_and_infinity_stay_in_their_row(option: str) -> None:
-    made, x = method(random(16, 64), option), random(4, 64)
-    expected = made.apply(x, None)
+    layer, x = method(random(16, 64), option), random(4, 64)
+    expected = layer.apply(x, None)
     spoiled = x.clone()
     spoiled[1, 3], spoiled[2, 5] = torch.nan, torch.inf
-    found = made.apply(spoiled, None)
+    found = layer.apply(spoiled, None)
     assert not torch.isfinite(found[1:3]).any()
     assert torch.equal(found[[0, 3]], expected[[0, 3]])
 
@@ -230,7 +230,7 @@ def rounded_inputs(x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_a_layer_multiplies_by_the_dequantized_weight(option: str, dtype: torch.dtype) -> None:
     weight, x, bias = random(48, 96), random(2, 5, 96, seed=1, dtype=dtype), random(48, seed=2)
-    made = method(weight, option, dtype=dtype)
+    layer = method(weight, option, dtype=dtype)
     bits, group_size = (8, 96) if option.startswith("int8") else (6, 32)  # narrow, or down_proj
     rounded = quantize_rotated(weight) if option == "int8" else quantize(weight, bits, group_size)
     matrix, inputs = rounded.dequantized().double(), x.double()
@@ -240,7 +240,7 @@ def test_a_layer_multiplies_by_the_dequantized_weight(option: str, dtype: torch.
         values, scales = quantize_activations(x.flatten(0, 1), 32)
         inputs = (values.double() * scales.double().repeat_interleave(32, 1)).view_as(inputs)
     expected = inputs @ matrix.T + bias.double()
-    found = made.apply(x, bias.to(dtype))
+    found = layer.apply(x, bias.to(dtype))
     assert found.dtype == dtype
     assert found.shape == (2, 5, 48)
     tolerance = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 0.3}[dtype]
@@ -264,11 +264,11 @@ def test_stored_weights_with_row_scales_are_rotated_for_int8_activations() -> No
     stored = quantize(random(48, 96), 8, 96)
     x = random(5, 96, seed=1)
     for activations, max_error in (("int8", 2e-4), ("float", 1e-12)):
-        made = QuantizedLinear("x", bits=8, group_size=None, activations=activations)
-        made.create((48, 96), torch.float32, CPU)
-        made.load_quantized(stored)
+        layer = QuantizedLinear("x", bits=8, group_size=None, activations=activations)
+        layer.create((48, 96), torch.float32, CPU)
+        layer.load_quantized(stored)
         exact = x.double() @ stored.dequantized().double().T
-        error = (made.apply(x, None) - exact).square().mean() / exact.square().mean()
+        error = (layer.apply(x, None) - exact).square().mean() / exact.square().mean()
         assert error < max_error
 
 
@@ -276,11 +276,11 @@ def test_stored_weights_with_row_scales_are_rotated_for_int8_activations() -> No
 def test_rotated_weights_are_rounded_once(inputs: int) -> None:
     """This includes a matrix with one group, which looks like one scale per output."""
     weight = random(16, inputs)
-    made = QuantizedLinear("x", bits=8, group_size=None, activations="int8")
-    made.create((16, inputs), torch.float32, CPU)
-    made.load(weight)
+    layer = QuantizedLinear("x", bits=8, group_size=None, activations="int8")
+    layer.create((16, inputs), torch.float32, CPU)
+    layer.load(weight)
     expected = quantize_rotated(weight)
-    assert torch.equal(made.values, expected.values)
+    assert torch.equal(layer.values, expected.values)
     assert (expected.dequantized() - weight).abs().max() < 0.04
     assert torch.equal(expected.scales, expected.scales.bfloat16().float())
     assert expected.values.abs().amax() <= 127
@@ -288,10 +288,10 @@ def test_rotated_weights_are_rounded_once(inputs: int) -> None:
 
 @pytest.mark.parametrize("option", ["int8", "int4"])
 def test_a_row_has_the_same_bits_in_any_batch(option: str) -> None:
-    made, x = method(random(48, 320), option), random(37, 320, seed=1)
-    together = made.apply(x, None)
+    layer, x = method(random(48, 320), option), random(37, 320, seed=1)
+    together = layer.apply(x, None)
     for size in (1, 2, 5, 16):
-        parts = [made.apply(part, None) for part in x.split(size)]
+        parts = [layer.apply(part, None) for part in x.split(size)]
         assert torch.equal(torch.cat(parts), together)
 
 
@@ -309,11 +309,11 @@ def test_zero_points_and_the_order_of_inputs_are_applied() -> None:
         ("float", x[:, order].double()),
         ("int8", values.double() * scales.double().repeat_interleave(32, 1)),
     ):
-        made = QuantizedLinear("x", bits=4, group_size=32, activations=activations)
-        made.create((24, 96), torch.float32, CPU)
-        made.load_quantized(weight)
+        layer = QuantizedLinear("x", bits=4, group_size=32, activations=activations)
+        layer.create((24, 96), torch.float32, CPU)
+        layer.load_quantized(weight)
         expected = inputs @ weight.dequantized()[:, order].double().T
-        assert (made.apply(x, None) - expected).abs().max() < 1e-5
+        assert (layer.apply(x, None) - expected).abs().max() < 1e-5
     plain = (weight.values.double() - zeros.repeat_interleave(32, 1)) * (
         weight.scales.double().repeat_interleave(32, 1)
     )
@@ -443,7 +443,7 @@ FROM_AWQ = Quantization(bits=4, activations="float", stored=STORED)
         ("awq", GPTQ, "cpu", "'awq' contradicts .* stored as gptq"),
         ("gptq", PACKED, "cpu", "'gptq' contradicts .* stored as compressed-tensors"),
         ("compressed-tensors", None, "cpu", "'compressed-tensors' contradicts .* as floats"),
-        ("int4", STORED, "cuda", r"contradicts the checkpoint, .*: leave the option out$"),
+        ("int4", STORED, "cuda", r"contradicts the checkpoint, .*: remove the option$"),
     ],
 )  # fmt: skip
 def test_options_select_activations_and_must_match_the_checkpoint(

@@ -33,13 +33,13 @@ CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 def test_a_convolution_step_has_the_bits_of_the_reference(channels, bias, dtype):
     """One sequence updates its state in place."""
     conv, states = random_conv(channels, bias, dtype, kernel=3)
-    kept = states.clone()
+    states_copy = states.clone()
     x = torch.randn(3, channels).to(DEVICE, dtype)
     reads, writes = (torch.tensor(slots).to(DEVICE) for slots in ([1, 0, 4], [2, 3, 4]))
     expected = conv.step(x, reads, writes)
-    conv.bind(kept[:, : 2 * channels])
+    conv.bind(states_copy[:, : 2 * channels])
     assert torch.equal(TritonConv(conv).step(x, reads, writes), expected)
-    assert torch.equal(kept, states)
+    assert torch.equal(states_copy, states)
 
 
 def random_conv(channels, bias, dtype, kernel):
@@ -66,12 +66,12 @@ def test_decodes_match_the_reference(heads, sizes):
     qkv = torch.randn(3, plan.channels, device=DEVICE)
     decay, beta = -torch.rand(3, heads[1], device=DEVICE), torch.rand(3, heads[1], device=DEVICE)
     reads, writes = (torch.tensor(slots).to(DEVICE) for slots in ([1, 0, 4], [2, 3, 4]))
-    kept = states.clone()
+    states_copy = states.clone()
     tokens = qkv, decay, beta, reads, writes
     expected = layer.decode(*tokens)
-    layer.bind(kept)
+    layer.bind(states_copy)
     torch.testing.assert_close(TritonDelta(layer).step(*tokens), expected, **CLOSE)
-    torch.testing.assert_close(kept, states, **CLOSE)
+    torch.testing.assert_close(states_copy, states, **CLOSE)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -130,14 +130,14 @@ def test_prefills_match_the_reference(heads):
     layer = delta_layer(plan, torch.float32, states).to(DEVICE)
     qkv = torch.randn(86, plan.channels, device=DEVICE)
     decay, beta = -torch.rand(86, heads[1], device=DEVICE), torch.rand(86, heads[1], device=DEVICE)
-    kept, shape = states.clone(), (86, heads[1], 40)
+    states_copy, shape = states.clone(), (86, heads[1], 40)
     expected, found = (torch.full(shape, 7.0, device=DEVICE) for _ in range(2))
     spans = qkv, decay, beta, wave_of(SPANS)
     layer.prefill(*spans, expected)
-    layer.bind(kept)
+    layer.bind(states_copy)
     TritonDelta(layer).scan(*spans, found)
     torch.testing.assert_close(found, expected, **CLOSE)
-    torch.testing.assert_close(kept, states, **CLOSE)
+    torch.testing.assert_close(states_copy, states, **CLOSE)
 
 
 def test_nearly_equal_keys_match_the_reference():
@@ -149,28 +149,28 @@ def test_nearly_equal_keys_match_the_reference():
     qkv = torch.randn(1, plan.channels).expand(128, -1).to(DEVICE)
     qkv = qkv + 1e-4 * torch.randn(128, plan.channels).to(DEVICE)
     decay, beta = torch.full((128, 1), -1e-3).to(DEVICE), torch.full((128, 1), 0.99).to(DEVICE)
-    kept = states.clone()
+    states_copy = states.clone()
     expected, found = (torch.zeros(128, 1, 16, device=DEVICE) for _ in range(2))
     spans = qkv, decay, beta, wave_of((SequenceSegment(0, 128, 0, 0, ((128, 1),)),))
     layer.prefill(*spans, expected)
-    layer.bind(kept)
+    layer.bind(states_copy)
     TritonDelta(layer).scan(*spans, found)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(kept, states, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(states_copy, states, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(("channels", "bias"), [(6, True), (70, False)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_a_convolution_of_spans_has_the_bits_of_the_reference(channels, bias, dtype):
     conv, states = random_conv(channels, bias, dtype, kernel=4)
-    x, kept = torch.randn(86, channels).to(DEVICE, dtype), states.clone()
+    x, states_copy = torch.randn(86, channels).to(DEVICE, dtype), states.clone()
     expected, found = torch.zeros_like(x), torch.zeros_like(x)
     for span in SPANS:
         expected[span.start : span.end] = conv.scan(x[span.start : span.end], span)
-    conv.bind(kept[:, : 3 * channels])
+    conv.bind(states_copy[:, : 3 * channels])
     TritonConv(conv).scan(x, wave_of(SPANS), found)
     assert torch.equal(found, expected)
-    assert torch.equal(kept, states)
+    assert torch.equal(states_copy, states)
 
 
 def test_padding_writes_nothing():

@@ -50,28 +50,28 @@ def random_steps(mixer: MambaMixer, count: int) -> list[torch.Tensor]:
 @pytest.mark.parametrize(("groups", "key_dim"), [(1, 12), (3, 16)])
 def test_decodes_match_the_reference(groups, key_dim):
     mixer, kernel = layer_and_kernel(groups, key_dim=key_dim)
-    kept = mixer.flat_states.clone()
+    states_copy = mixer.flat_states.clone()
     reads, writes = (torch.tensor(slots).to(DEVICE) for slots in ([1, 0, 4], [2, 3, 4]))
     tokens = *random_steps(mixer, 3), reads, writes
     expected, states = mixer.decode(*tokens), mixer.flat_states
-    mixer.bind(kept)
+    mixer.bind(states_copy)
     torch.testing.assert_close(kernel.step(*tokens), expected, **CLOSE)
-    torch.testing.assert_close(kept, states, **CLOSE)
+    torch.testing.assert_close(states_copy, states, **CLOSE)
 
 
 @pytest.mark.parametrize(("groups", "key_dim"), [(1, 12), (3, 24)])
 def test_prefills_match_the_reference(groups, key_dim):
     """Several sequences at once, with sizes that fill no tile."""
     mixer, kernel = layer_and_kernel(groups, key_dim=key_dim)
-    kept, shape = mixer.flat_states.clone(), (86, HEADS, VALUE)
+    states_copy, shape = mixer.flat_states.clone(), (86, HEADS, VALUE)
     expected, found = (torch.full(shape, 7.0, device=DEVICE) for _ in range(2))
     spans = *random_steps(mixer, 86), wave_of(SPANS)
     mixer.prefill(*spans, expected)
     states = mixer.flat_states
-    mixer.bind(kept)
+    mixer.bind(states_copy)
     kernel.scan(*spans, found)
     torch.testing.assert_close(found, expected, **CLOSE)
-    torch.testing.assert_close(kept, states, **CLOSE)
+    torch.testing.assert_close(states_copy, states, **CLOSE)
 
 
 @pytest.mark.parametrize("limits", [(0.0, float("inf")), (0.2, 0.9)])

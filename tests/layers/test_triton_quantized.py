@@ -251,8 +251,8 @@ def test_an_fp8_model_is_close_to_the_emulated_one(case: str, tmp_path: Path) ->
         kernels = Kernels(DenseAttention())
         kernels.linear = make
         model = build(tmp_path / "quantized", torch.bfloat16, kernels=kernels)
-        held = [m.form for m in model.modules() if isinstance(m, E4M3Linear)]
-        assert held in ([], ["e4m3 by e4m3"] * 8)
+        forms = [m.form for m in model.modules() if isinstance(m, E4M3Linear)]
+        assert forms in ([], ["e4m3 by e4m3"] * 8)
         return all_logits(model, random_prompts(9, 20)).float()
 
     found = logits(quantized_linears(as_stored(stored), UnquantizedLinear, make_triton_linear))

@@ -118,8 +118,8 @@ def test_greedy_tokens_in_the_triton_interpreter_match(family: str) -> None:
 
 
 def test_every_family_has_a_case() -> None:
-    made = {load_model_config(checkpoint(name)).architecture for name in FAMILIES}
-    assert made == set(every_family())
+    architectures = {load_model_config(checkpoint(name)).architecture for name in FAMILIES}
+    assert architectures == set(every_family())
     written = [json.loads((Path(checkpoint(name)) / "config.json").read_text("utf-8"))
                for name in FAMILIES]  # fmt: skip
     named = {

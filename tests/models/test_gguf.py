@@ -377,8 +377,8 @@ def test_info_lists_the_stored_types(tmp_path: Path, capsys: pytest.CaptureFixtu
     main(["info", str(tmp_path / "m.gguf")])
     out = capsys.readouterr().out
     assert "Tiny, with a chat template" in out
-    assert "experts: 147,456 numbers of 4.50 bits, 0.00 GiB: Q4_0" in out
-    assert "embedding: 16,384 numbers of 8.50 bits, 0.00 GiB: Q8_0" in out
+    assert "experts: 147,456 elements of 4.50 bits, 0.00 GiB: Q4_0" in out
+    assert "embedding: 16,384 elements of 8.50 bits, 0.00 GiB: Q8_0" in out
     assert "int8 activations, one scale per token and 32 inputs" in out
     assert "stored: mean KL of 0.0008 to 0.0036 to the same weights in float32" in out
     for line in (
@@ -492,10 +492,13 @@ def test_a_hub_file_is_selected_by_type_or_path(
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        ("me/a:IQ4_XS", "names 2 GGUF files of me/a.*it has: BF16/a-BF16.gguf, a-IQ4_XS.gguf"),
-        ("me/a:Q5_K", "names no GGUF files"),
-        ("me/a", "names 5 GGUF files of me/a, where one is wanted, such as me/a:Q4_K_M"),
-        ("me/a/b.gguf", "names no GGUF files"),
+        (
+            "me/a:IQ4_XS",
+            "matches 2 GGUF files of me/a.*repository: BF16/a-BF16.gguf, a-IQ4_XS.gguf",
+        ),
+        ("me/a:Q5_K", "matches no GGUF files"),
+        ("me/a", "matches 5 GGUF files of me/a; it must match one, for example me/a:Q4_K_M"),
+        ("me/a/b.gguf", "matches no GGUF files"),
         ("./me/a.gguf", "model file './me/a.gguf' does not exist"),
         ("~no such user/a", "model directory '~no such user/a' does not exist"),
         ("a" * 5000, "model directory 'a+' does not exist"),

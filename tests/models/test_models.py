@@ -245,8 +245,8 @@ def test_packed_weights_give_the_same_logits(case: str, tmp_path: Path) -> None:
 
 def test_packed_weights_are_for_float32_on_a_cpu() -> None:
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
-    made = [cpu_kernels().linear(name) for name in ("lm_head", "o_proj")]
-    assert [type(method) for method in made] == [PrunedArgmaxHead, PackedLinear]
+    methods = [cpu_kernels().linear(name) for name in ("lm_head", "o_proj")]
+    assert [type(method) for method in methods] == [PrunedArgmaxHead, PackedLinear]
     for device, dtype in ((cpu, torch.float64), (cpu, torch.bfloat16), (cuda, torch.float32)):
         kernels = make_kernels(DenseAttention(), device=device, dtype=dtype)
         assert type(kernels.linear("o_proj")) is UnquantizedLinear

@@ -24,8 +24,8 @@ FIRST = [
 THEN = [LILY + "ran", LILY + "jumped", LILY + "sang"]
 
 
-def asked(count: int) -> list[SamplingParams]:
-    """Returns params with four lengths in rotation; the second and the eighth have n=2."""
+def make_params(count: int) -> list[SamplingParams]:
+    """Returns parameters with four different lengths; the second and the eighth have n=2."""
     return [
         SamplingParams(
             temperature=0.8, seed=i, max_tokens=30 + 8 * (i % 4), ignore_eos=True,
@@ -43,7 +43,7 @@ def main() -> None:
         kv_tiers=[HostTier(gib=0.0004, policy="load", setup_s=0.0002)],
     ) as llm:  # fmt: skip
         for prompts in (FIRST, THEN):
-            llm.generate(prompts, asked(len(prompts)), use_tqdm=False)
+            llm.generate(prompts, make_params(len(prompts)), use_tqdm=False)
         print(llm.stats())
 
 

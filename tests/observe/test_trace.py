@@ -300,7 +300,7 @@ def test_a_full_disk_ends_the_trace_but_not_the_run(
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        ({"trace_steps": "1:2"}, "give trace, a file, too"),
+        ({"trace_steps": "1:2"}, "set trace to a file as well"),
         ({"trace": "t", "trace_steps": "5"}, "trace_steps must be A:B, got '5'"),
         ({"trace": "t", "trace_steps": "-1:2"}, "trace_steps must be A:B, got '-1:2'"),
         ({"trace": "t", "trace_steps": "2:x"}, "trace_steps must be A:B, got '2:x'"),

@@ -327,7 +327,9 @@ def test_each_replica_has_its_own_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="3 replicas need 3 GPUs, and this machine has 2"):
         replicas._on_gpus(["0", "1"], 3, ranks=1)
     monkeypatch.setattr(replicas, "_gpus", lambda config: ["0", "1"])
-    with pytest.raises(ConfigError, match="--threads is only for replicas on a CPU"):
+    with pytest.raises(
+        ConfigError, match="--threads-per-replica is only for replicas on a CPU"
+    ):
         local_replicas({**OPTIONS, "device": "cuda"}, 2, threads=1)
     with pytest.raises(ConfigError, match="set --device cuda, got 'cuda:1'"):
         local_replicas({**OPTIONS, "device": "cuda:1"}, 2)
@@ -337,7 +339,7 @@ def test_each_replica_has_its_own_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     ("options", "error"),
     [
         (["--replicas", "0"], "replicas must be at least 1"),
-        (["--threads", "2"], "give --replicas"),
+        (["--threads-per-replica", "2"], "needs --replicas"),
         (["--replica-timeout", "0"], "--replica-timeout must be above 0 and at most 86,400"),
     ],
 )
@@ -369,7 +371,7 @@ def test_two_replicas_one_killed_write_the_records_of_one_process(tmp_path: Path
     source.write_text("\n".join(map(json.dumps, rows)))
     engine = ["--device", "cpu", "--attention-backend", "naive", "--num-kv-blocks", "200"]
     engine += ["--kv-cache-dtype", "int8"]
-    engine += ["--max-num-seqs", "16", "--max-model-len", "128", "--in-order"]
+    engine += ["--max-num-seqs", "16", "--max-model-len", "128", "--sort-output"]
     one, two = tmp_path / "one.jsonl", tmp_path / "two.jsonl"
     victims: list[psutil.Process] = []
 

@@ -32,7 +32,7 @@ class Batch:
     def __init__(self, directory: Path, make_llm: MakeLLM, capsys: Any) -> None:
         self.directory = directory
         self.output = directory / "out.jsonl"
-        self.told = ""
+        self.stderr = ""
         self._capsys = capsys
         self._model = directory / "model"
         self._model.mkdir()
@@ -49,7 +49,7 @@ class Batch:
         return path
 
     def run(self, *args: Any, output: Any = None) -> int:
-        """Runs the command with these inputs and options and stores its stderr in `told`."""
+        """Runs the command with these inputs and options and stores its stderr in `stderr`."""
         where = self.output if output is None else output
         command = ["batch", str(self._model), *map(str, args), "--output", str(where)]
         try:
@@ -57,8 +57,8 @@ class Batch:
         except SystemExit as exit:
             code = int(exit.code or 0)
         captured = self._capsys.readouterr()
-        self.told = captured.err
-        assert "Traceback" not in self.told
+        self.stderr = captured.err
+        assert "Traceback" not in self.stderr
         return code
 
     def answers(
@@ -66,7 +66,7 @@ class Batch:
     ) -> dict[int, dict[str, Any]]:
         """Runs a job on rows or a file, checks its exit code, and returns `by_row`."""
         source = rows if isinstance(rows, Path) else self.write(rows, name)
-        assert self.run(source, *args) == code, self.told
+        assert self.run(source, *args) == code, self.stderr
         return self.by_row()
 
     def records(self, path: Path | None = None) -> list[dict[str, Any]]:

@@ -26,7 +26,7 @@ from tests.support.checkpoints import DATA, make_checkpoint
 Tensors = dict[str, torch.Tensor]
 
 WRITER: dict[str, Any] = yaml.safe_load((DATA / "gguf.yaml").read_text(encoding="utf-8"))
-NUMBERED = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+W123_NAMES = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 
 
 def make_gguf(
@@ -42,20 +42,20 @@ def make_gguf(
     """Writes a random model of `family` to `path`, and returns it with the values of the file.
 
     Args:
-        types: a matrix's name in the file -> its type; vectors and routers stay F32.
-        keys: metadata keys to replace or add; None: removed.
+        types: name of a matrix in the file -> its type; vectors and routers are F32.
+        keys: metadata keys to replace or add; None removes a key.
         architecture: replaces the family's architecture name.
-        joined: rows of q, k and v, and of experts' gate and up, are one tensor each. Tensors of a
-            merged checkpoint stay merged.
+        joined: q, k and v are one tensor, and gate and up of experts are one tensor. Fused tensors
+            of the checkpoint stay fused.
         overrides: see `make_checkpoint`.
     """
     directory = path.with_suffix("")
     model = make_checkpoint(directory, family, **overrides)
     architecture = architecture or WRITER["architectures"].get(family, family)
-    layers, kinds = model.config.num_hidden_layers, (KINDS.get(architecture), *OTHERS)
+    layers, kinds = model.config.num_hidden_layers, (KINDS.get(architecture), *MORE_TABLES)
     tables = [gguf.get_tensor_name_map(kind, layers) for kind in kinds if kind is not None]
     stored = load_file(directory / "model.safetensors")
-    # The target position of each element: the same conversion, applied to positions.
+    # The position of each element in the file: the same conversion is applied to positions.
     places, flat = Tensors(), torch.cat([tensor.flatten() for tensor in stored.values()]).float()
     for name, tensor in stored.items():
         first = sum(place.numel() for place in places.values())
@@ -68,7 +68,7 @@ def make_gguf(
         if value is not None:
             write_key(writer, key, value)
     tensors = converted(places, architecture, model.config, joined)
-    for name, place in together(dict(tensors)) if joined else tensors:
+    for name, place in fuse(dict(tensors)) if joined else tensors:
         ours = gguf_name(name, tables, architecture)
         data = flat[place].numpy()
         factor = factor_of(name, model.config) if architecture == "falcon-h1" else 1.0
@@ -77,14 +77,14 @@ def make_gguf(
         kind = types(ours) if is_matrix else "F32"
         if ours.endswith(".ssm_a"):
             data = -np.exp(data)
-        elif architecture in WRITER["centered"] and ours.endswith(tuple(WRITER["norms"])):
+        elif architecture in WRITER["one_plus_weight"] and ours.endswith(tuple(WRITER["norms"])):
             data = data + 1
         elif kind != "F32":
             data = blocks(data, kind)
             read = gguf.quants.dequantize(data, Type[kind]) / factor
             flat[place] = torch.from_numpy(read.astype(np.float32))
         writer.add_tensor(ours, data, raw_dtype=None if kind == "F32" else Type[kind])
-    for name, factors in rotations(model.config).items():
+    for name, factors in rope_tensors(model.config).items():
         writer.add_tensor(name, factors)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -98,15 +98,15 @@ def make_gguf(
     ).eval()  # fmt: skip
 
 
-OTHERS = (gguf.MODEL_ARCH.PHI3, gguf.MODEL_ARCH.DEEPSEEK2, gguf.MODEL_ARCH.GEMMA4)
-"""Tables with the tensors that converters merge, or that the package's architecture lacks."""
+MORE_TABLES = (gguf.MODEL_ARCH.PHI3, gguf.MODEL_ARCH.DEEPSEEK2, gguf.MODEL_ARCH.GEMMA4)
+"""Tables with tensors that converters fuse, or that the table of an architecture lacks."""
 KINDS = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
 ROUTER = {"router.scale": "ffn_gate_inp.scale", "router.per_expert_scale": "ffn_down_exps.scale"}
-"""Tensors that the package's table lacks."""
+"""Tensors that the tables of the package lack."""
 
 
 def factor_of(name: str, config: Any) -> Any:
-    """Falcon-H1's multiplier of a tensor in a file: one factor, or one per row."""
+    """Falcon-H1: the factor by which a tensor is multiplied in a file, or one factor per row."""
     gate, down = config.mlp_multipliers
     factors = {
         "gate_proj": gate, "down_proj": down, "lm_head": config.lm_head_multiplier,
@@ -125,7 +125,7 @@ def factor_of(name: str, config: Any) -> Any:
 
 
 def gguf_name(name: str, tables: Sequence[gguf.TensorNameMap], architecture: str) -> str:
-    """The GGUF name of a checkpoint's tensor, by the converter's tables."""
+    """The name in a GGUF file of a tensor of a checkpoint, by the tables of the converter."""
     name = name.replace("correction_bias", "correction.bias").replace("dt_bias", "dt_proj.bias")
     layer, _, part = name.removeprefix("model.layers.").partition(".")
     if part in ROUTER:
@@ -139,9 +139,9 @@ def gguf_name(name: str, tables: Sequence[gguf.TensorNameMap], architecture: str
 
 
 def converted(
-    tensors: Tensors, architecture: str, config: Any, merged: bool
+    tensors: Tensors, architecture: str, config: Any, fused: bool
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields a file's tensors for a checkpoint's tensors; norms are unchanged."""
+    """Converts tensors of a checkpoint to tensors of a file, except norms."""
     stacks: dict[str, dict[int, torch.Tensor]] = defaultdict(dict)
     is_tiled = architecture in WRITER["tiled"]
     for name, tensor in tensors.items():
@@ -151,9 +151,9 @@ def converted(
             return name.endswith(names)
 
         if expert := re.search(r"\.experts\.(\d+)\.(\w+)\.weight", name):
-            beside = re.sub(r"(block_sparse_moe|feed_forward|mixer)$", "mlp", where)
-            part = NUMBERED.get(expert[2], expert[2])
-            stack = f"{beside.replace('backbone.', 'model.')}.experts.{part}.weight"
+            prefix = re.sub(r"(block_sparse_moe|feed_forward|mixer)$", "mlp", where)
+            part = W123_NAMES.get(expert[2], expert[2])
+            stack = f"{prefix.replace('backbone.', 'model.')}.experts.{part}.weight"
             stacks[stack][int(expert[1])] = tensor
         elif ends("experts.gate_up_proj", "experts.gate_up_proj_bias"):
             kind = "bias" if ends("bias") else "weight"
@@ -170,11 +170,11 @@ def converted(
             yield f"{name}.weight", tensor.mT if architecture == "gpt-oss" else tensor
         elif ends("experts.down_proj_bias"):
             yield f"{where}.experts.down_proj.bias", tensor
-        elif ends("kv_b_proj.weight") and architecture != "minicpm3" and not merged:
-            still = config.qk_nope_head_dim
-            of_heads = tensor.unflatten(0, (config.num_attention_heads, -1))
-            yield name.replace("kv_b", "k_b"), of_heads[:, :still].mT.contiguous()
-            yield name.replace("kv_b", "v_b"), of_heads[:, still:].contiguous()
+        elif ends("kv_b_proj.weight") and architecture != "minicpm3" and not fused:
+            nope_dim = config.qk_nope_head_dim
+            heads = tensor.unflatten(0, (config.num_attention_heads, -1))
+            yield name.replace("kv_b", "k_b"), heads[:, :nope_dim].mT.contiguous()
+            yield name.replace("kv_b", "v_b"), heads[:, nope_dim:].contiguous()
         elif ends("mamba.A_log", "mixer.A_log", ".D"):
             yield name, tensor.unsqueeze(1)
         elif ends("mamba.norm.weight", "mixer.norm.weight"):
@@ -190,10 +190,10 @@ def converted(
             yield name.replace("shared_mlp.output_linear", "mlp.down_proj"), tensor
         elif ends("moe_statics.e_score_correction_bias"):
             yield name, tensor.squeeze(0)
-        elif ends("in_proj_qkvz.weight") and not merged:
+        elif ends("in_proj_qkvz.weight") and not fused:
             key_dim, heads = config.linear_key_head_dim, config.linear_num_key_heads
-            own = tensor.unflatten(0, (heads, -1))
-            q, k, vz = own.split((key_dim, key_dim, own.shape[1] - 2 * key_dim), dim=1)
+            rows = tensor.unflatten(0, (heads, -1))
+            q, k, vz = rows.split((key_dim, key_dim, rows.shape[1] - 2 * key_dim), dim=1)
             v, z = vz.chunk(2, dim=1)
             yield name.replace("qkvz", "qkv"), torch.cat([x.flatten(0, 1) for x in (q, k, v)])
             yield name.replace("qkvz", "z"), z.flatten(0, 1)
@@ -211,34 +211,34 @@ def converted(
         yield name, torch.stack([stack[n] for n in range(len(stack))])
 
 
-def together(tensors: Tensors) -> Iterator[tuple[str, torch.Tensor]]:
-    """Merges q, k and v into one tensor, and gate and up of all experts. In linear-attention models
-    the name of the first one is already in use."""
-    linear = any(".linear_attn." in name for name in tensors)
+def fuse(tensors: Tensors) -> Iterator[tuple[str, torch.Tensor]]:
+    """Fuses q, k and v into one tensor, and gate and up of all experts. In models with linear
+    attention the name of the fused q, k and v is already in use."""
+    has_linear = any(".linear_attn." in name for name in tensors)
     for name, tensor in tensors.items():
         parts = ("gate_proj", "up_proj") if ".experts." in name else ("q_proj", "k_proj", "v_proj")
-        own, one = name.split(".")[-2], "gate_up_proj" if ".experts." in name else "qkv_proj"
-        if own not in parts or (linear and one == "qkv_proj"):
+        part, fused = name.split(".")[-2], "gate_up_proj" if ".experts." in name else "qkv_proj"
+        if part not in parts or (has_linear and fused == "qkv_proj"):
             yield name, tensor
-        elif own == parts[0]:
-            each = [tensors[name.replace(own, part)] for part in parts]
-            yield name.replace(own, one), torch.cat(each, dim=int(one == "gate_up_proj"))
+        elif part == parts[0]:
+            rows = [tensors[name.replace(part, each)] for each in parts]
+            yield name.replace(part, fused), torch.cat(rows, dim=int(fused == "gate_up_proj"))
 
 
 def tiled(name: str, tensor: torch.Tensor, config: Any) -> torch.Tensor:
-    """Reorders value heads of linear attention: the first of each key head, then the second, ..."""
+    """Reorders value heads: the first value head of each key head, then the second of each, ..."""
     key_heads, key_dim = config.linear_num_key_heads, config.linear_key_head_dim
-    each = config.linear_num_value_heads // key_heads
+    ratio = config.linear_num_value_heads // key_heads
     tensor = tensor.squeeze(1) if tensor.dim() == 3 else tensor
     if name.endswith("out_proj.weight"):
-        return tensor.unflatten(1, (key_heads, each, -1)).transpose(1, 2).flatten(1)
+        return tensor.unflatten(1, (key_heads, ratio, -1)).transpose(1, 2).flatten(1)
     keys = 2 * key_heads * key_dim if "qkv" in name or "conv1d" in name else 0
-    values = tensor[keys:].unflatten(0, (key_heads, each, -1)).transpose(0, 1).flatten(0, 2)
+    values = tensor[keys:].unflatten(0, (key_heads, ratio, -1)).transpose(0, 1).flatten(0, 2)
     return torch.cat((tensor[:keys], values))
 
 
 def metadata(config: Any, architecture: str) -> dict[str, Any]:
-    """The keys of a config, without the architecture prefix; None: removed."""
+    """The metadata keys for a config, without the architecture prefix; None: the key is absent."""
     given, rope = config.to_dict(), dict(getattr(config, "rope_parameters", None) or {})
     sliding = rope.get("sliding_attention", {}).get("rope_theta")
     rope = rope.get("full_attention", rope)
@@ -321,7 +321,7 @@ def metadata(config: Any, architecture: str) -> dict[str, Any]:
         if "moe" not in kinds:
             found = {key: value for key, value in found.items() if "expert" not in key}
     if architecture == "deepseek2":
-        found |= latent_keys(config, given)
+        found |= mla_keys(config, given)
     elif architecture == "minicpm3":
         found["attention.key_length"] = config.qk_nope_head_dim + config.qk_rope_head_dim
         found["attention.value_length"] = None
@@ -347,9 +347,8 @@ def metadata(config: Any, architecture: str) -> dict[str, Any]:
     return found
 
 
-def latent_keys(config: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Additional keys in files with MLA: sizes as one wide KV head, and sizes of the original
-    heads."""
+def mla_keys(config: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Additional keys for MLA: its sizes as one wide KV head, and the sizes of the actual heads."""
     moe, rope = given.get("n_routed_experts"), config.rope_parameters or {}
     found = {
         "attention.head_count_kv": 1,
@@ -375,27 +374,27 @@ def gemma4_keys(given: Mapping[str, Any]) -> dict[str, Any]:
     """The per-layer keys of Gemma 4."""
     kinds, shared = given["layer_types"], given["num_kv_shared_layers"]
     slides = [kind == "sliding_attention" for kind in kinds]
-    own = next(iter(given["per_layer_config"].values()))
+    full_layer = next(iter(given["per_layer_config"].values()))
     inner, heads = given["intermediate_size"], given["num_key_value_heads"]
     found = {
-        "attention.key_length": own["head_dim"],
-        "attention.value_length": own["head_dim"],
+        "attention.key_length": full_layer["head_dim"],
+        "attention.value_length": full_layer["head_dim"],
         "attention.key_length_swa": given["head_dim"],
         "attention.value_length_swa": given["head_dim"],
-        "rope.dimension_count": own["head_dim"],
+        "rope.dimension_count": full_layer["head_dim"],
         "rope.dimension_count_swa": given["head_dim"],
     }
     if given["use_double_wide_mlp"]:
         first = len(kinds) - shared
         found["feed_forward_length"] = [inner * (1 + (n >= first)) for n in range(len(kinds))]
-    if "num_key_value_heads" in own:
-        full = own["num_key_value_heads"]
+    if "num_key_value_heads" in full_layer:
+        full = full_layer["num_key_value_heads"]
         found["attention.head_count_kv"] = [heads if slide else full for slide in slides]
     return found
 
 
-def rotations(config: Any) -> dict[str, np.ndarray]:
-    """Tensors that scale RoPE frequencies."""
+def rope_tensors(config: Any) -> dict[str, np.ndarray]:
+    """Tensors with divisors of RoPE frequencies."""
     rope = getattr(config, "rope_parameters", None) or {}
     if "long_factor" in rope:
         factors = {"long": rope["long_factor"], "short": rope["short_factor"]}
@@ -404,33 +403,34 @@ def rotations(config: Any) -> dict[str, np.ndarray]:
             for name, each in factors.items()
         }
     if "proportional" in str(rope):
-        own = next(iter(config.to_dict()["per_layer_config"].values()))["head_dim"] // 2
-        turned = int(own * rope["full_attention"]["partial_rotary_factor"])
-        return {"rope_freqs.weight": np.array([1.0] * turned + [1e30] * (own - turned), np.float32)}
+        pairs = next(iter(config.to_dict()["per_layer_config"].values()))["head_dim"] // 2
+        rotated = int(pairs * rope["full_attention"]["partial_rotary_factor"])
+        factors = [1.0] * rotated + [1e30] * (pairs - rotated)
+        return {"rope_freqs.weight": np.array(factors, np.float32)}
     if rope.get("rope_type") != "llama3":
         return {}
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     waves = 2 * math.pi * rope["rope_theta"] ** (np.arange(0, size, 2) / size)
     original = rope["original_max_position_embeddings"]
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
-    kept = np.clip((original / waves - low) / (high - low), 0, 1)
-    return {"rope_freqs.weight": (1 / ((1 - kept) / rope["factor"] + kept)).astype(np.float32)}
+    share = np.clip((original / waves - low) / (high - low), 0, 1)
+    return {"rope_freqs.weight": (1 / ((1 - share) / rope["factor"] + share)).astype(np.float32)}
 
 
 def blocks(numbers: np.ndarray, kind: str) -> np.ndarray:
-    """Quantizes rows to blocks of a type. If the package cannot write the type, the blocks are
-    random with mean 0 and about the same size."""
+    """Quantizes rows to blocks of a type. If the package cannot quantize to the type, blocks are
+    random, with mean 0 and about the same standard deviation."""
     if kind not in RANDOM:
         return gguf.quants.quantize(numbers, Type[kind])
-    place, ratio = RANDOM[kind]
+    offset, ratio = RANDOM[kind]
     inputs, size = gguf.constants.GGML_QUANT_SIZES[Type[kind]]
     random = np.random.default_rng(numbers.size)
     shape = (*numbers.shape[:-1], numbers.shape[-1] // inputs)
     raw = random.integers(0, 256, (*shape, size), np.uint8)
     scale = 1.0
-    for _ in range(2):  # the second pass uses the measured size
-        for part, number in ((place, scale), (place + 2, scale * (ratio or 0))):
-            if ratio or part == place:
+    for _ in range(2):  # The second pass uses the measured scale.
+        for part, number in ((offset, scale), (offset + 2, scale * (ratio or 0))):
+            if ratio or part == offset:
                 raw[..., part : part + 2] = np.array([number], "<f2").view(np.uint8)
         read = gguf.quants.dequantize(raw.reshape(*shape[:-1], -1), Type[kind])
         scale = numbers.std() / read.std()
@@ -441,8 +441,8 @@ RANDOM: dict[str, tuple[int, float | None]] = {
     "Q2_K": (80, 1.5), "Q3_K": (108, None), "Q4_K": (0, 7.5), "Q5_K": (0, 15.5),
     "Q6_K": (208, None), "IQ4_NL": (0, None), "IQ4_XS": (0, None),
 }  # fmt: skip
-"""Type that the package cannot write -> offset of a block's float16 scale, and the factor from this
-scale to the scale of the mins, which follows it. The factor makes the mean 0."""
+"""Type that the package cannot quantize to -> offset of the float16 scale in a block, and the ratio
+of the scale of the mins, which follows it, to this scale. The ratio makes the mean 0."""
 
 
 def write_key(writer: gguf.GGUFWriter, key: str, value: Any) -> None:

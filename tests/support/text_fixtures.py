@@ -1,4 +1,4 @@
-"""Small tokenizers of the two kinds that matter, built in memory: no file, no download."""
+"""Small tokenizers of the common kinds, built in memory."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def byte_level() -> Tokenizer:
 
 @functools.cache
 def byte_fallback() -> Tokenizer:
-    """Spaces as "▁", unknown characters as byte tokens, as in sentencepiece (Llama 2)."""
+    """BPE with "▁" for spaces, and byte tokens for unknown characters, as in Llama 2."""
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     letters = sorted(set("abcdefghijklmnopqrstuvwxyzOTU.,:!?▁é"))
     merges = [

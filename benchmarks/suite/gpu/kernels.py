@@ -36,7 +36,7 @@ PREFILL_TOKENS = 16384
 ROTATED_BYTES = 256 * MIB
 """The alternating layers have at least this many bytes of KV, several times an L2 cache (H200: 50
 MiB)."""
-MOST_LAYERS = 64
+MAX_LAYERS = 64
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 """Largest error against float64 for outputs of size 1: a few roundings of the dtype."""
 
@@ -88,10 +88,10 @@ def make_inputs(
     blocks = [-(-context // block_size) for _, context in lengths]
     order = 1 + torch.randperm(sum(blocks), generator=torch.Generator().manual_seed(0))
     tables = torch.zeros(1, len(lengths), -(-longest // block_size), dtype=torch.int32)
-    slots, positions, taken = [], [], 0
+    slots, positions, first = [], [], 0
     for i, (query, context) in enumerate(lengths):
-        table = order[taken : taken + blocks[i]]
-        taken += blocks[i]
+        table = order[first : first + blocks[i]]
+        first += blocks[i]
         tables[0, i, : blocks[i]] = table
         position = torch.arange(context - query, context)
         positions.append(position)
@@ -190,7 +190,7 @@ def decode_row(
     dtype = torch.bfloat16
     entry = 2 * heads.num_kv_heads * heads.head_dim * dtype.itemsize
     kv_bytes = batch * context * entry
-    layers = min(MOST_LAYERS, -(-ROTATED_BYTES // kv_bytes))
+    layers = min(MAX_LAYERS, -(-ROTATED_BYTES // kv_bytes))
     seconds = _attention_seconds(
         device, timer, name, [(1, context)] * batch, heads, dtype, layers=layers
     )

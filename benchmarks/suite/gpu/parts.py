@@ -85,7 +85,7 @@ def _why(error: Exception) -> Row:
     return {"failed": f"{type(error).__name__}: {first}", "traceback": lines}
 
 
-LEAST_S = 10.0
+MIN_PART_S = 10.0
 """A part is not started with less time than this, because its process needs time to start."""
 
 Launch = Callable[[str, float], tuple[list[Row], str | None]]
@@ -113,7 +113,7 @@ def drive(
     for name, most_s in parts:
         begun = clock()
         budget_s = min(most_s, total_s - (begun - started))
-        if budget_s < LEAST_S:
+        if budget_s < MIN_PART_S:
             reason = f"the report's {total_s:.0f} s were spent"
             results[name] = {"rows": [], "skipped": reason}
         else:

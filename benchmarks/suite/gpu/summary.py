@@ -24,10 +24,10 @@ METHOD = {
     "gemm": "square matrices of random bf16 numbers, 2 n^3 FLOPs",
     "attention": "one layer through AttentionBackend.forward, the store of new tokens included;"
     " random paged KV in random block order, bf16; launches sized for a context of 4,096; layers"
-    " with 256 MiB of KV or more are read in turn, so that the L2 cache does not serve them",
+    " with 256 MiB of KV or more alternate, so that the L2 cache has no hits",
     "GB/s of decode": "keys and values of all contexts, each byte once",
-    "TFLOP/s of prefill": "4 FLOPs a visible (query, key) pair, head and element of the head dim",
-    "tokens": "greedy, of the demo model, beside plain torch in float32 on the CPU",
+    "TFLOP/s of prefill": "4 FLOPs per visible (query, key) pair, head and element of the head dim",
+    "tokens": "greedy, of the demo model, compared with plain torch in float32 on the CPU",
     "parity": "against plain torch in float64 on the same inputs; the tolerance is a few roundings"
     " of the dtype for outputs of size 1",
     "standard workload": "256 requests, seed 0, 142,827 prompt and 133,966 output tokens,"
@@ -150,9 +150,7 @@ def format_report(report: dict[str, Any]) -> str:
             label = f"  batch {row['batch']}"
             lines.append(f"{label:<20}" + "".join(f"{_number(cell):>10}" for cell in cells))
     if any("forward, head, sampler" in row.get("gpu_ms", {}) for row in steps):
-        lines.append(
-            "  (one graph holds forward, head and sampler: their sum stands under forward)"
-        )
+        lines.append("  (one graph contains forward, head and sampler: forward has their sum)")
     lines += ["", *_left_out(parts)]
     return "\n".join(lines)
 

@@ -197,7 +197,9 @@ def nemotron_blocks(keys: ConfigReader) -> tuple[str, ...]:
 def nemotron_h_config(keys: ConfigReader) -> LinearAttentionConfig:
     size = keys.get("mamba_d_head")
     if not isinstance(size, int) or size < 1:
-        raise UnsupportedModelError(f"mamba_head_dim must be at least 1, got {repr_short(size)}")
+        raise UnsupportedModelError(
+            f"mamba_head_dim must be an integer from 1, got {repr_short(size)}"
+        )
     return _mamba_config(keys, family.layers_of(nemotron_blocks(keys), LINEAR), size)
 
 
@@ -219,7 +221,7 @@ def _time_step_limits(keys: ConfigReader) -> tuple[float, float]:
         low, high = math.nan, math.nan
     if not 0 <= low < high:
         raise UnsupportedModelError(
-            "config.json: time_step_limit must be two increasing numbers that are not negative, got"
+            "config.json: time_step_limit must be two numbers from 0, the second one larger, got"
             f" {repr_short(limits)}"
         )
     return low, high

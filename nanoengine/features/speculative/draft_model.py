@@ -34,7 +34,7 @@ from nanoengine.settings.params import SamplingParams
 
 @dataclass(slots=True)
 class DraftRow:
-    """What the draft model has computed of a row.
+    """The progress of the draft model in one batch slot (row).
 
     Attributes:
         num_computed: number of the row's known tokens that it has computed.
@@ -56,7 +56,7 @@ class DraftModelRunner(ModelRunner):
 
     Attributes:
         draft: the draft model's runner.
-        draft_rows: what the draft model has computed of each row.
+        draft_rows: the progress of the draft model, by row.
     """
 
     def __init__(self, options: RunnerOptions, *, draft: ModelRunner) -> None:

@@ -77,15 +77,15 @@ class Fold {
     this.entry = new Int32Array(BLOCKS);             // of the owner's table
     this.touched = new Int32Array(BLOCKS).fill(-1);  // the last frame that took or dropped it
     this.frame = -1;
-    this.kept = [{ frame: -1, state: this.copy() }];
+    this.snapshots = [{ frame: -1, state: this.copy() }];
   }
   copy() { return [this.refs, this.content, this.owner, this.entry, this.touched].map((a) => a.slice()); }
   seek(frame) {
-    let from = this.kept.length - 1;
-    while (this.kept[from].frame > frame) from--;
-    if (frame < this.frame || this.kept[from].frame > this.frame) {
-      [this.refs, this.content, this.owner, this.entry, this.touched].forEach((a, i) => a.set(this.kept[from].state[i]));
-      this.frame = this.kept[from].frame;
+    let from = this.snapshots.length - 1;
+    while (this.snapshots[from].frame > frame) from--;
+    if (frame < this.frame || this.snapshots[from].frame > this.frame) {
+      [this.refs, this.content, this.owner, this.entry, this.touched].forEach((a, i) => a.set(this.snapshots[from].state[i]));
+      this.frame = this.snapshots[from].frame;
     }
     while (this.frame < frame) this.step(++this.frame);
   }
@@ -98,8 +98,8 @@ class Fold {
       else if (kind === INDEX) content[block] = events[3 * e + 2];
       else content[block] = -1;
     }
-    const last = this.kept[this.kept.length - 1].frame;
-    if (eventsOf[frame + 1] - eventsOf[last + 1] > Fold.SPACING) this.kept.push({ frame, state: this.copy() });
+    const last = this.snapshots[this.snapshots.length - 1].frame;
+    if (eventsOf[frame + 1] - eventsOf[last + 1] > Fold.SPACING) this.snapshots.push({ frame, state: this.copy() });
   }
   status(block) { return block === 0 ? "null" : this.refs[block] ? "active" : this.content[block] >= 0 ? "cached" : "empty"; }
 }

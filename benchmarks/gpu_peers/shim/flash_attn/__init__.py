@@ -37,7 +37,7 @@ def flash_attn_varlen_func(
 ) -> torch.Tensor:
     """Ragged causal attention of q [T, H, D] over k, v [T', K, D], or over a cache [B, P, K, D]."""
     if not causal:
-        raise NotImplementedError("the shim does causal attention only")
+        raise NotImplementedError("the shim only supports causal attention")
     return prefill(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, block_table
     )
@@ -54,6 +54,6 @@ def flash_attn_with_kvcache(
 ) -> torch.Tensor:
     """One query token per sequence, q [S, 1, H, D], over a cache [B, P, K, D]: [S, 1, H, D]."""
     if not causal or q.shape[1] != 1:
-        raise NotImplementedError("the shim decodes one token a sequence, causally")
+        raise NotImplementedError("the shim only decodes one token per sequence, causally")
     out = decode(q[:, 0], k_cache, v_cache, cache_seqlens, block_table, softmax_scale)
     return out[:, None]
