@@ -61,7 +61,9 @@ def _build_engine(config: EngineConfig, tokenizer: Tokenizer | None) -> LLMEngin
     if config.trace is not None and not Path(config.trace).absolute().parent.is_dir():
         raise ConfigError(f"trace={config.trace!r}: its directory does not exist; create it first")
     directory = resolve_model(config)
-    model_config = with_tokenizer_eos(load_model_config(directory, model_impl=config.model_impl), tokenizer)
+    model_config = with_tokenizer_eos(
+        load_model_config(directory, model_impl=config.model_impl), tokenizer
+    )
     if not model_config.eos_token_ids and not model_config.headless:
         message = "%s defines no EOS token: set max_tokens, stop or stop_token_ids to end outputs"
         logger.warning(message, config.model)

@@ -59,13 +59,13 @@ class NaiveBackend(AttentionBackend):
             first = max(0, seq_len - (end - start) - (spec.sliding_window or seq_len) + 1)
             keys = torch.arange(first, seq_len, device=q.device)
             blocks, offsets = table[keys // self.block_size], keys % self.block_size
-            out[start:end] = self._attend(
+            out[start:end] = self.attend_dense(
                 q[start:end], k_cache[blocks, offsets], v_cache[blocks, offsets],
                 positions, keys, spec,
             )  # fmt: skip
         return out
 
-    def _attend(
+    def attend_dense(
         self,
         q: torch.Tensor,  # [N, H, D]
         k: torch.Tensor,  # [C, K, D]

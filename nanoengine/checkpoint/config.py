@@ -404,11 +404,10 @@ def _quantization(
             f"quantization_config of mxfp4 is not implemented for {family.model_type}; supported:"
             " the experts of gpt_oss"
         )
-    if is_part or layer.transposed_matrices:
-        what = "the text part of a multimodal checkpoint" if is_part else family.model_type
+    if is_part:
         raise UnsupportedModelError(
-            f"quantization_config of {stored.format} is not implemented for {what}; supported:"
-            " unquantized checkpoints"
+            f"quantization_config of {stored.format} is not implemented for the text part of a"
+            " multimodal checkpoint; supported: unquantized checkpoints"
         )
     # Why: these patterns match the checkpoint's tensor names, but layers look them up by ours.
     patterns = *stored.skipped, *stored.targets

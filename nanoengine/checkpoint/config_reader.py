@@ -156,14 +156,9 @@ SCHEMA: dict[str, Key] = {
     "block_auto_adjust_ff_dim": Key(bool, default=True),
     "block_ffn_dim_multiplier": Key(float, 1e-3, 1e3, 1.0),
     "block_multiple_of": Key(int, 1, 2**20, 256, "ignore"),
-    # models before Llama
-    **_each("alibi bias add_cross_attention scale_attn_by_inverse_layer_idx", _REJECT_FLAG),
-    **_each("_remove_final_layer_norm new_decoder_architecture", _REJECT_FLAG),
-    **_each(
-        "scale_attn_weights do_layer_norm_before multi_query enable_bias"
-        " layer_norm_elementwise_affine",
-        Key(bool, default=True, if_unread="reject"),
-    ),
+    # Falcon
+    **_each("alibi bias new_decoder_architecture", _REJECT_FLAG),
+    "multi_query": Key(bool, default=True, if_unread="reject"),
     # experts
     "num_local_experts": Key(int, *_EXPERTS, gguf="expert_count"),
     "num_experts_per_tok": Key(int, *_EXPERTS, gguf="expert_used_count"),

@@ -15,8 +15,7 @@ from nanoengine.errors import UnsupportedModelError
 from nanoengine.settings.checks import checked
 
 Norms = Literal["pre", "post", "sandwich", "parallel", "parallel each"]
-NormKind = Literal["rms", "fp32_weight", "one_plus_weight", "no_weight",
-                   "layer", "one_plus_weight layer", "no_weight layer"]  # fmt: skip
+NormKind = Literal["rms", "fp32_weight", "one_plus_weight", "layer", "one_plus_weight layer"]
 NO_STEP_LIMITS = (0.0, math.inf)
 SLIDING, FULL = "sliding_attention", "full_attention"
 """Kinds of layers in `layer_types`."""
@@ -123,8 +122,7 @@ class LayerConfig:
             have the same input, and each has a pre-norm.
         norm: "rms": RMSNorm in the model's dtype; "fp32_weight": the result is rounded to the
             model's dtype after the multiplication by the weight; "one_plus_weight": as fp32_weight,
-            with the factor 1 + weight; "no_weight": there is no weight; "layer": LayerNorm, also
-            with one_plus_weight or no_weight.
+            with the factor 1 + weight; "layer": LayerNorm, also with one_plus_weight.
         norm_bias: LayerNorm adds a bias.
         qk_norm: the norm of queries and keys. "per_head": per head, before RoPE; "post_rope": per
             head, after RoPE; "all_heads": over all heads together; None: there is none.
@@ -142,8 +140,6 @@ class LayerConfig:
         rotary_dim: RoPE is applied to the first rotary_dim dimensions of a head; None: to all.
         rope_interleaved: RoPE rotates pairs of neighbouring dimensions, instead of pairs with one
             dimension from each half of the head.
-        learned_positions: a learned vector per position is added to the embeddings; in the table of
-            these vectors, this many rows precede position 0. None: there are none.
     MLP:
         gated_mlp: the MLP is down(act(gate(x)) * up(x)); otherwise down(act(up(x))).
         hidden_act: a key of `layers.kernels.GATES`, or of `models.generic.ACTIVATIONS` for an MLP
@@ -159,11 +155,6 @@ class LayerConfig:
             then all values; "heads": for each KV head its queries, its key and its value.
         fused_gate_up: gate and up are one tensor in the checkpoint.
     Each for a single family:
-        clip_qkv: OLMo: queries, keys and values are clipped to this absolute value, before norms
-            and RoPE.
-        rope_reversed: NanoChat: RoPE rotates in the other direction.
-        embedding_norm: NanoChat: the final norm is also applied to the embeddings.
-        transposed_matrices: GPT-2: the matrices of layers are [inputs, outputs] in the checkpoint.
         gemma4: Gemma 4: the two shapes of layers; None: all layers have the same shape.
         falcon_h1: Falcon-H1: the multipliers of its layers, which have Mamba and attention in
             parallel; None: another family.
@@ -186,7 +177,6 @@ class LayerConfig:
 
     rotary_dim: int | None = None
     rope_interleaved: bool = False
-    learned_positions: int | None = None
 
     gated_mlp: bool = True
     hidden_act: str = "silu"
@@ -201,10 +191,6 @@ class LayerConfig:
     fused_qkv: Literal[False, "parts", "heads"] = False
     fused_gate_up: bool = False
 
-    clip_qkv: float | None = None
-    rope_reversed: bool = False
-    embedding_norm: bool = False
-    transposed_matrices: bool = False
     gemma4: Gemma4Config | None = None
     falcon_h1: FalconH1Multipliers | None = None
     layers_block_type: tuple[str, ...] | None = None

@@ -50,8 +50,7 @@ def check_sizes(config: ModelConfig, stored: Mapping[str, TensorInfo], names: Te
             )
 
     def check_outputs(key: str, size: int, name: str) -> None:
-        outputs = int(config.plan.transposed_matrices)
-        for part, axis in (("weight", outputs), ("weight_packed", 0), ("scales", 1)):
+        for part, axis in (("weight", 0), ("weight_packed", 0), ("scales", 1)):
             check(key, size, axis, f"{name}.{part}")
 
     check("vocab_size", config.vocab_size, 0, "model.embed_tokens.weight")

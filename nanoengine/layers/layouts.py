@@ -15,19 +15,14 @@ Legend: T tokens, H / K query / KV heads of this rank, D head dim.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
-from functools import partial
-
 import torch
 import torch.nn.functional as F
 
 from nanoengine.attention.base import Rotation
 from nanoengine.checkpoint.config import ModelConfig
-from nanoengine.checkpoint.layer_config import LayerConfig
 from nanoengine.checkpoint.rope import RopeConfig
-from nanoengine.checkpoint.slots import MatrixPart, WeightSlot, full_slots, ordered
-from nanoengine.layers.layer import Layer, ModelContext
+from nanoengine.checkpoint.slots import MatrixPart, WeightSlot, ordered
+from nanoengine.layers.layer import ModelContext
 from nanoengine.layers.linear import MergedLinear, QKVLinear
 from nanoengine.layers.rotary import RotaryEmbedding, cos_and_sin
 
@@ -56,32 +51,15 @@ class NoRotary(RotaryEmbedding):
         return super().forward(torch.zeros_like(positions))
 
 
-class LearnedPositions(Layer):
-    """Learned position embeddings: positions [T] -> [T, hidden_size]."""
-
-    def __init__(self, config: ModelConfig, context: ModelContext) -> None:
-        super().__init__()
-        self.offset = config.plan.learned_positions or 0
-        rows = config.max_position_embeddings + self.offset
-        self.weight = context.parameter(rows, config.hidden_size)
-
-    def forward(self, positions: torch.Tensor) -> torch.Tensor:
-        return F.embedding(positions + self.offset, self.weight)
-
-    def weight_slots(self, path: str) -> dict[str, WeightSlot]:
-        return full_slots(path, weight=self.weight)
-
-
 def head_order(config: ModelConfig) -> torch.Tensor | None:
     """Returns, for each dimension of a head here, its index in the checkpoint's head, [D] int64, so
     that RoPE rotates the pairs i and i + D / 2; None: the checkpoint has this order."""
     head_dim, plan = config.head_dim, config.plan
     size = plan.rotary_dim or head_dim
-    if size == head_dim and not plan.rope_interleaved and not plan.rope_reversed:
+    if size == head_dim and not plan.rope_interleaved:
         return None
     rotated = torch.arange(size)
     pairs = rotated.view(-1, 2).T if plan.rope_interleaved else rotated.view(2, -1)
-    pairs = pairs.flip(0) if plan.rope_reversed else pairs
     rest = torch.arange(size, head_dim).view(2, -1)
     return torch.cat((pairs, rest), dim=1).flatten()
 
@@ -163,19 +141,3 @@ QKV_LAYOUTS: dict[bool | str, type[ReorderedQKV]] = {
     "heads": InterleavedQKV,
 }
 """`LayerConfig.fused_qkv` -> the class."""
-
-
-def adapt_slots(slots: Mapping[str, WeightSlot], plan: LayerConfig) -> dict[str, WeightSlot]:
-    """Adapts slots to a checkpoint whose norms have no weights, which become 1, or which stores
-    matrices as [inputs, outputs]."""
-    found = dict(slots)
-    for name, slot in slots.items():
-        if plan.norm.startswith("no_weight") and name.endswith("norm.weight"):
-            found[name] = replace(slot, on_missing=partial(slot.store, torch.ones(slot.shape)))
-        elif plan.transposed_matrices and ".layers." in name and len(slot.shape) == 2:
-            part = (*slot.part, slice(None), slice(None))[1::-1]
-            store = slot.store
-            found[name] = replace(
-                slot, shape=slot.shape[::-1], part=part, store=lambda m, store=store: store(m.T)
-            )
-    return found

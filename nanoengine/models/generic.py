@@ -122,8 +122,6 @@ class SoftcapLMHead(OutputHead):
 class GenericDecoder(Decoder):
     """A `Decoder` of generic layers, to which a list of rotations is passed instead of one."""
 
-    embed_positions: layouts.LearnedPositions | None = None
-
     def __init__(
         self, config: ModelConfig, context: ModelContext, layer: type[GenericLayer]
     ) -> None:
@@ -139,16 +137,9 @@ class GenericDecoder(Decoder):
         )
         self.executed_layers: list[LayerCall] = list(self.layers)
         self.norm = make_norm(config, context)
-        self.norms_embeddings = config.plan.embedding_norm
-        if config.plan.learned_positions is not None:
-            self.embed_positions = layouts.LearnedPositions(config, context)
 
     def forward(self, batch: Batch) -> torch.Tensor:
         x = self.embed_tokens(batch.token_ids)
-        if self.embed_positions is not None:
-            x = x + self.embed_positions(batch.positions)
-        if self.norms_embeddings:
-            x, _ = self.norm(x, None)
         return self.forward_layers(x, self.rotary(batch.positions), batch)
 
 
@@ -320,35 +311,10 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
     "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "relu": F.relu,
     "relu2": lambda x: F.relu(x).square_(),
 }
 """`hidden_act` of a config -> the activation of an MLP without a gate, in plain torch on every
 device."""
-
-
-class XIELU(Layer):
-    """a x^2 + b x for x > 0, else c (e^x - 1 - x) + b x, with a and c learned per layer.
-
-    Attributes:
-        alpha_p, alpha_n, beta, eps: the checkpoint's parameters. a is softplus(alpha_p), c is beta
-            + softplus(alpha_n), b is beta. In e^x, x is clamped to at most eps.
-
-    Source: Huang and Schlag (arXiv 2411.13010).
-    """
-
-    def __init__(self, context: ModelContext) -> None:
-        super().__init__()
-        self.alpha_p, self.alpha_n = context.parameter(1), context.parameter(1)
-        self.beta, self.eps = context.parameter(), context.parameter()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        alpha_p, alpha_n = F.softplus(self.alpha_p), self.beta + F.softplus(self.alpha_n)
-        exponential = torch.expm1(torch.minimum(x, self.eps)) - x
-        return torch.where(x > 0, alpha_p * x * x, alpha_n * exponential) + self.beta * x
-
-    def weight_slots(self, path: str) -> dict[str, WeightSlot]:
-        return full_slots(path, **dict(self.named_parameters()))
 
 
 class PlainMLP(Layer):
@@ -357,7 +323,7 @@ class PlainMLP(Layer):
     def __init__(self, path: str, size: int, config: ModelConfig, context: ModelContext) -> None:
         super().__init__()
         plan, hidden = config.plan, config.hidden_size
-        self.act_fn = ACTIVATIONS.get(plan.hidden_act) or XIELU(context)
+        self.act_fn = ACTIVATIONS[plan.hidden_act]
         self.up_proj = MergedLinear(
             f"{path}.up_proj", hidden, {"up_proj": size}, bias=plan.mlp_bias, context=context
         )
@@ -421,12 +387,12 @@ def needs_torch(index: int, config: ModelConfig, context: ModelContext) -> bool:
     norm, rope = config.plan.qk_norm, config.ropes[index]
     is_split = norm == "all_heads" and context.shard.world_size > 1
     scales_queries = rope is not None and rope.llama_4_scaling_beta != 0
-    return is_split or scales_queries or norm == "post_rope" or config.plan.clip_qkv is not None
+    return is_split or scales_queries or norm == "post_rope"
 
 
 class UnfusedAttention(GenericAttention):
     """Attention with features that no backend supports: output gates, query scales that depend on
-    the position, QK norms after RoPE or over the heads of several ranks, and clipped QKV."""
+    the position, and QK norms after RoPE or over the heads of several ranks."""
 
     def __init__(self, path: str, index: int, config: ModelConfig, context: ModelContext) -> None:
         super().__init__(path, index, config, context)
@@ -438,7 +404,7 @@ class UnfusedAttention(GenericAttention):
         self.norms_over_ranks = plan.qk_norm == "all_heads" and self.norm_weights is None
         self.scaling_beta = rope.llama_4_scaling_beta if rope else 0.0
         self.original_len = rope.original_max_position_embeddings if rope else 0
-        self.clip_qkv, self.needs_torch = plan.clip_qkv, needs_torch(index, config, context)
+        self.needs_torch = needs_torch(index, config, context)
 
     def forward(
         self, x: torch.Tensor, rotation: Rotation, batch: Batch, rows: torch.Tensor | None
@@ -446,8 +412,6 @@ class UnfusedAttention(GenericAttention):
         projected = self.qkv_proj(x)
         gates, heads = projected[:, : self.num_gates], projected[:, self.num_gates :].contiguous()
         heads = heads.view(len(x), -1, self.head_dim)
-        if self.clip_qkv is not None:
-            heads = heads.clamp(-self.clip_qkv, self.clip_qkv)
         if self.norms_over_ranks:
             heads = self.head_norm(heads)
         if self.scaling_beta:

@@ -210,11 +210,6 @@ def weight_slots(model: CausalLM) -> dict[str, WeightSlot]:
             own = module.weight_slots(path)
             assert not slots.keys() & own.keys(), f"{path} repeats slots of another layer"
             slots.update(own)
-    plan = model.config.plan
-    if plan.transposed_matrices or plan.norm.startswith("no_weight"):
-        from nanoengine.layers.layouts import adapt_slots
-
-        slots = adapt_slots(slots, plan)
     return slots
 
 

@@ -26,6 +26,7 @@ from transformers.pytorch_utils import Conv1D
 
 from nanoengine.attention.base import AttentionSpec
 from nanoengine.attention.batch import Batch
+from nanoengine.attention.naive import NaiveBackend
 from nanoengine.checkpoint.config import ModelConfig
 from nanoengine.errors import UnsupportedModelError
 from nanoengine.layers.attention import Attention
@@ -37,11 +38,6 @@ INTERFACE = "nanoengine"
 ROUTERS = ("gate", "router", "classifier", "wg")
 """Last parts of the names of linear layers that stay transformers' own. Why: a rounded router would
 choose other experts."""
-IGNORED = frozenset((
-    "attention_mask", "dropout", "is_causal", "position_ids", "use_cache", "output_attentions",
-    "cache_position", "output_hidden_states", "num_items_in_batch", "output_router_logits",
-))  # fmt: skip
-"""Arguments of an attention function that do not change its result here."""
 PROBE_TOKENS, PROBE_SPLIT = 9, 5
 TOLERANCE = 1e-4
 """Largest mean difference of logits, relative to the largest logit; or the dtype's epsilon, if that
@@ -69,8 +65,6 @@ def paged_attention(
         return attention.backend.forward(q, k, v, attention.cache, step.batch)[None], None
     if q.shape[2] != v.shape[2]:
         raise UnsupportedModelError("its keys and values have different head sizes")
-    if unknown := [name for name in options if name not in IGNORED and options[name] is not None]:
-        raise UnsupportedModelError(f"its attention has the argument {unknown[0]}")
     spec = AttentionSpec(
         num_heads=q.shape[1],
         num_kv_heads=k.shape[1],
@@ -107,26 +101,14 @@ class Step:
         self, module: nn.Module, spec: AttentionSpec, q: torch.Tensor, k: torch.Tensor,
         v: torch.Tensor,
     ) -> torch.Tensor:  # fmt: skip
-        """Attention of T tokens over the probe's earlier tokens and themselves, in plain torch."""
+        """Attention of T tokens over the probe's earlier tokens and themselves."""
         self.calls.append((module, spec))
         if module in self.past:
             k, v = (torch.cat(pair) for pair in zip(self.past[module], (k, v), strict=True))
         self.past[module] = k, v
-        groups = spec.num_heads // spec.num_kv_heads
-        k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
-        scores = torch.einsum("thd,shd->hts", q, k).float() * spec.scale
-        if spec.softcap is not None:
-            scores = spec.softcap * torch.tanh(scores / spec.softcap)
-        last, key = torch.arange(len(k) - len(q), len(k))[:, None], torch.arange(len(k))
-        unseen = key > last
-        if spec.sliding_window is not None:
-            unseen |= key <= last - spec.sliding_window
-        scores = scores.masked_fill(unseen.to(scores.device), -torch.inf)
-        if spec.sinks is not None:
-            sinks = spec.sinks.view(-1, 1, 1).expand(-1, len(q), 1)
-            scores = torch.cat([scores, sinks], dim=-1)
-        weights = torch.softmax(scores, dim=-1)[..., : len(k)].to(v.dtype)
-        return torch.einsum("hts,shd->thd", weights, v)
+        keys = torch.arange(len(k), device=k.device)
+        naive = NaiveBackend(device=q.device, dtype=q.dtype, head_dim=spec.head_dim, block_size=16)
+        return naive.attend_dense(q, k, v, keys[len(k) - len(q) :], keys, spec)
 
 
 class SwappedLinear(Layer):
@@ -190,6 +172,7 @@ class TransformersLM(Layer):
             calls = self.check(*self.probe(context.device))
             self.swap_linears(context)
             self.whole.to(context.dtype)
+            self.step.calls, self.step.past = [], {}
             first = torch.zeros(1, dtype=torch.long, device=context.device)
             self.logits(self.body(first, first))  # some modules read a linear layer's weight
         except Exception as error:  # transformers' modules raise anything

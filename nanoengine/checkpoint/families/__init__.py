@@ -17,10 +17,10 @@ __all__ = ["FAMILIES", "Family"]
 
 def every_family() -> Mapping[str, Family]:
     """Returns all modules' families: supported architecture -> its family."""
-    from nanoengine.checkpoint.families import gemma, gpt, hybrid, mla, moe
+    from nanoengine.checkpoint.families import falcon, gemma, hybrid, mla, moe
 
     return {
-        **gemma.FAMILIES, **gpt.FAMILIES, **hybrid.FAMILIES, **mla.FAMILIES, **moe.FAMILIES,
+        **falcon.FAMILIES, **gemma.FAMILIES, **hybrid.FAMILIES, **mla.FAMILIES, **moe.FAMILIES,
         **FAMILIES,
     }  # fmt: skip
 

@@ -54,17 +54,6 @@ UNUSED_SSM_KEYS = (
 """Keys of the hybrid models that files of dense Granite 4 have too."""
 
 FAMILIES: dict[str, Family] = {
-    "ApertusForCausalLM": Family(
-        "apertus",
-        layers=layer(
-            only={"hidden_act": ("xielu",)}, hidden_act="xielu", gated_mlp=False,
-            qk_norm="per_head", **ATTENTION_BIAS,
-        ),
-        names={
-            "input_layernorm": "attention_layernorm",
-            "post_attention_layernorm": "feedforward_layernorm",
-        },
-    ),
     "ArceeForCausalLM": Family(
         "arcee", layers=layer(**RELU2, **LLAMA), gguf=files("arcee", interleaved=True),
     ),
@@ -108,24 +97,9 @@ FAMILIES: dict[str, Family] = {
         "granite_swa", layers=layer(**GRANITE_KEYS, **LLAMA, attention_sinks=True),
         windows=family.all_but_first_of_four, rope_layers=family.layer_thetas,
     ),
-    "HeliumForCausalLM": Family(
-        "helium", layers=layer(
-            rope_interleaved=True, qkv_bias=key("attention_bias"), **from_keys("mlp_bias"),
-        ),
-    ),
     "HunYuanDenseV1ForCausalLM": Family(
         "hunyuan_v1_dense", layers=layer(qk_norm="post_rope", **ATTENTION_BIAS),
         rope_extra=HUNYUAN_ROPE, names=HUNYUAN_NAMES, gguf=files("hunyuan-dense"),
-    ),
-    "HyperCLOVAXForCausalLM": Family(
-        "hyperclovax",
-        layers=layer(
-            norms=key("use_post_norm", lambda on: "sandwich" if on else "pre"),
-            **{**GRANITE_KEYS, "logit_scale": key("logits_scaling"),
-               "attention_multiplier":
-                   lambda keys: keys.get("attention_multiplier") or keys.head_dim**-0.5},
-        ),
-        names={"attention_output_norm": "post_norm1", "mlp_output_norm": "post_norm2"},
     ),
     "Jais2ForCausalLM": Family(
         "jais2",
@@ -145,21 +119,9 @@ FAMILIES: dict[str, Family] = {
     "MistralForCausalLM": Family(
         "mistral", windows=WINDOW, gguf=files("mistral3", interleaved=True),
     ),
-    "NanoChatForCausalLM": Family(
-        "nanochat",
-        layers=layer(
-            norm="no_weight", qk_norm="post_rope", rope_reversed=True, embedding_norm=True, **RELU2,
-            **from_keys("final_logit_softcapping"), **ATTENTION_BIAS,
-        ),
-        names={"up_proj": "fc1", "down_proj": "fc2"},
-    ),
     "NemotronForCausalLM": Family(
         "nemotron", layers=layer(norm="one_plus_weight layer", norm_bias=True, **RELU2, **LLAMA),
         partial_rotary=True, norm_eps="norm_eps", gguf=files("nemotron"),
-    ),
-    "OlmoForCausalLM": Family(
-        "olmo", layers=layer(norm="no_weight layer", **from_keys("clip_qkv"), **ATTENTION_BIAS),
-        norm_eps="layer_norm_eps",
     ),
     "Olmo2ForCausalLM": Family(
         "olmo2", layers=OLMO2, names=POST_NORM_NAMES, gguf=files("olmo2", full_every=4),

@@ -174,10 +174,6 @@ FAMILIES: dict[str, Family] = {
         GEMMA_4, model_type="gemma4_unified_text",
         defaults={**GEMMA_4.defaults, "max_position_embeddings": 262_144},
     ),
-    "VaultGemmaForCausalLM": Family(
-        "vaultgemma", layers=layer(**{**GEMMA_2, "norms": "pre"}), windows=family.all_but_every(2),
-        defaults=GEMMA_2_DEFAULTS, names={"post_attention_layernorm": "pre_feedforward_layernorm"},
-    ),
 }
 # fmt: on
 """Architecture -> its family."""

@@ -235,10 +235,6 @@ FAMILIES: dict[str, Family] = {
             "exaone-moe", full_every=4, ignored_keys=("expert_shared_feed_forward_length",),
         ),
     ),
-    "FlexOlmoForCausalLM": Family(
-        "flex_olmo", layers=dense.OLMO2, moe=experts(size_key="intermediate_size", **NORM_TOPK),
-        names=dense.POST_NORM_NAMES,
-    ),
     "Glm4MoeForCausalLM": Family(
         "glm4_moe",
         layers=layer(
@@ -375,11 +371,6 @@ FAMILIES: dict[str, Family] = {
         windows=family.windows(needs_flag=True, has_types=False),
         gguf=files("qwen3moe", constants={"norm_topk_prob": True})
         | files("qwen3vlmoe", constants={"norm_topk_prob": True}, ignored_keys=dense.IMAGE_KEYS),
-    ),
-    "SolarOpenForCausalLM": Family(
-        "solar_open", layers=layer(qkv_bias=key("attention_bias")),
-        moe=experts(**{n: read for n, read in DEEPSEEK_KEYS.items() if n != "layers"}),
-        partial_rotary=True, intermediate_size=EXPERT_SIZE,
     ),
 }
 # fmt: on
