@@ -327,9 +327,7 @@ def test_each_replica_has_its_own_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="3 replicas need 3 GPUs, and this machine has 2"):
         replicas._on_gpus(["0", "1"], 3, ranks=1)
     monkeypatch.setattr(replicas, "_gpus", lambda config: ["0", "1"])
-    with pytest.raises(
-        ConfigError, match="--threads-per-replica is only for replicas on a CPU"
-    ):
+    with pytest.raises(ConfigError, match="--threads-per-replica is only for replicas on a CPU"):
         local_replicas({**OPTIONS, "device": "cuda"}, 2, threads=1)
     with pytest.raises(ConfigError, match="set --device cuda, got 'cuda:1'"):
         local_replicas({**OPTIONS, "device": "cuda:1"}, 2)
