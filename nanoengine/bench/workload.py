@@ -219,7 +219,7 @@ def fit(
 def shift_ids(items: SequenceOf[WorkItem], by: int, vocab_size: int) -> list[WorkItem]:
     """The same workload with other ids, so that a round has no prefix cache hits from earlier ones.
 
-    >>> shifted([WorkItem((0, 9), 1)], 1, 10)
+    >>> shift_ids([WorkItem((0, 9), 1)], 1, 10)
     [WorkItem(prompt_token_ids=(1, 0), max_tokens=1)]
     """
     return [

@@ -214,4 +214,4 @@ def model_reader_args(llm: LLM | Replicas, args: EngineArgs) -> Any:
 def require_terminal() -> None:
     """Raises ConfigError if stderr, on which --watch draws, is not a terminal."""
     if not sys.stderr.isatty():
-        raise ConfigError("--watch needs a terminal, but stderr is not one: remove it")
+        raise ConfigError("--watch needs a terminal, but stderr is not one: remove --watch")

@@ -229,14 +229,14 @@ def kernel_lines(path: Path, activations: Literal["int8", "float"]) -> Iterable[
     from nanoengine.layers.gguf_blocks import LAYOUTS, read_blocks
 
     # Why the length of rows: a row must consist of whole blocks.
-    tensors, found = read_gguf(path).tensors.values(), dict[str, list[str]]()
+    tensors, sizes_of = read_gguf(path).tensors.values(), dict[str, list[str]]()
     for type, size in sorted({(t.type, t.row_bytes) for t in tensors if t.type in LAYOUTS}):
         row = read_blocks(type, torch.zeros(1, size, dtype=torch.uint8))
         kernel = kernel_of(row, activations)
         name = "plain torch" if kernel is None else f"kernel {kernel.__name__}"
         text = f"{type}: {name}, codes of {row.bits} bits, rows of"
-        found.setdefault(text, []).append(f"{row.values.shape[1]:,}")
-    yield from (f"{text} {' and '.join(sizes)} inputs" for text, sizes in found.items())
+        sizes_of.setdefault(text, []).append(f"{row.values.shape[1]:,}")
+    yield from (f"{text} {' and '.join(sizes)} inputs" for text, sizes in sizes_of.items())
 
 
 MEASURED_KL = {

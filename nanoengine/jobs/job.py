@@ -356,7 +356,7 @@ class Job:
         if self.num_rows is not None and is_exact and num_done < self.num_rows:
             raise InputChangedError(
                 f"{self.num_rows - num_done:,} of {self.num_rows:,} rows have no record, because an"
-                " input was incomplete while it was read: run the same command again"
+                " input was truncated while it was read: run the same command again"
             )
 
     def close(self) -> None:

@@ -107,7 +107,7 @@ def find_inputs(
         ConfigError: no name is given, a file is missing, a suffix is unknown, stdin is given twice.
         MissingDependencyError: a format needs pyarrow.
     """
-    found: list[Input] = []
+    inputs: list[Input] = []
     if not names:
         raise ConfigError("no input: give files, globs, or - for stdin")
     for name in names:
@@ -118,13 +118,13 @@ def find_inputs(
             )
         if not matches:
             raise ConfigError(f"input {name!r} matches no file")
-        found += [_input(match, form) for match in matches]
-    counts = Counter(os.path.realpath(s.name) for s in found)
-    if repeated := sorted(s.name for s in found if counts[os.path.realpath(s.name)] > 1):
+        inputs += [_input(match, form) for match in matches]
+    counts = Counter(os.path.realpath(s.name) for s in inputs)
+    if repeated := sorted(s.name for s in inputs if counts[os.path.realpath(s.name)] > 1):
         raise ConfigError(f"input {repeated[0]!r} is given twice")
-    if any(source.form == "parquet" or source.compression == "zstd" for source in found):
+    if any(source.form == "parquet" or source.compression == "zstd" for source in inputs):
         require_pyarrow("Parquet and zstd")
-    return found
+    return inputs
 
 
 def _input(name: str, form: Form | None) -> Input:

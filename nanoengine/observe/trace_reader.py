@@ -281,9 +281,9 @@ class Replay:
 
     def choose(self, request: Request, moves: SequenceMoves) -> None:
         """Repeats the traced moves of a chooser; this is the `TokenChooser` of all requests."""
-        arrival, moves = self._chosen.pop(0)
+        arrival, recorded = self._chosen.pop(0)
         assert arrival == request.arrival, request
-        for name, index, *values in moves:
+        for name, index, *values in recorded:
             assert name in MOVES, name
             getattr(moves, name)(_sequence(request, index), *values)
 

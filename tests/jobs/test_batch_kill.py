@@ -207,7 +207,7 @@ def test_a_row_that_crashes_the_process_three_times_is_poison(
     source.write_text("\n".join(map(json.dumps, lines)))
     args = command(model, source, output)
     crashes = 0
-    while (status := server.run(args, die_on=37, signal=number)) == -number:
+    while (status := server.run(args, crash_on=37, signal=number)) == -number:
         crashes += 1
         assert crashes < 20
     assert status == 1

@@ -18,7 +18,7 @@ CHANGES = ("write", "fdatasync", "fsync", "replace", "ftruncate", "unlink")
 WRITES = ("write", "fdatasync", "fsync")
 
 
-class Died(BaseException):
+class SimulatedCrash(BaseException):
     """Simulates the end of the process: nothing after it happens."""
 
 
@@ -65,7 +65,7 @@ class Disk:
         self.count, self.last, self.part = 0, last, part
 
 
-def full() -> OSError:
+def disk_full_error() -> OSError:
     return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
@@ -119,7 +119,7 @@ def test_a_crash_at_any_call_loses_no_finished_record(
 ) -> None:
     output, options = output_and_options(kind, batch)
     source = batch.write(rows())
-    disk = Disk(monkeypatch, CHANGES, Died)
+    disk = Disk(monkeypatch, CHANGES, SimulatedCrash)
     assert batch.run(source, *options, output=output) == 1
     uninterrupted, num_calls = contents(batch, output), disk.count
     assert num_calls > 12
@@ -129,7 +129,7 @@ def test_a_crash_at_any_call_loses_no_finished_record(
         for part in sorted(set(parts)):
             remove_outputs(batch)
             disk.arm(last, part)
-            with pytest.raises(Died):
+            with pytest.raises(SimulatedCrash):
                 batch.run(source, *options, output=output)
             before = finished(batch)
             disk.arm(-1, 0)
@@ -153,7 +153,7 @@ def test_a_full_disk_at_any_call_is_reported_with_the_file_and_the_next_run_comp
 ) -> None:
     output, options = output_and_options(kind, batch)
     source = batch.write(rows())
-    disk = Disk(monkeypatch, WRITES, full)
+    disk = Disk(monkeypatch, WRITES, disk_full_error)
     assert batch.run(source, *options, output=output) == 1
     uninterrupted, num_calls = contents(batch, output), disk.count
     for last in range(num_calls):

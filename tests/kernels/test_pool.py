@@ -118,7 +118,7 @@ def test_concurrent_calls_do_not_affect_each_other(two_threads):
 
 
 def test_sleeping_workers_wake_up(two_threads):
-    """The counter `TAKEN` of the second worker increases, so it has computed pieces."""
+    """The counter `NEXT_PIECE` of the second worker increases, so it has computed pieces."""
     out = np.zeros(64)
     next_piece = pool.WORDS[pool.NEXT_PIECE + pool.LINE]
     for _ in range(50):

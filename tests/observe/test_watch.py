@@ -66,7 +66,7 @@ def test_watch_without_a_terminal_raises(
     rest = ["--prompt", "a"] if command == "generate" else [str(source), "--output", "-"]
     assert cli.main([command, "/no/such/model", *rest, "--watch"]) == 2
     assert capsys.readouterr().err == (
-        "error: --watch needs a terminal, but stderr is not one: remove it\n"
+        "error: --watch needs a terminal, but stderr is not one: remove --watch\n"
     )
 
 

@@ -1,9 +1,9 @@
 """Runs `nanoengine batch` in killable processes, forked from one that has imported everything.
 
-    python -m tests.support.batch_server      a line of JSON in: {"args": [...], "die_on": N}
+    python -m tests.support.batch_server      a line of JSON in: {"args": [...], "crash_on": N}
                                               lines out: {"pid": ...}, then {"status": ...}
 
-`die_on`: `signal` kills the process in the step that admits a prompt of N tokens. `step_s`: the
+`crash_on`: `signal` kills the process in the step that admits a prompt of N tokens. `step_s`: the
 duration of each step. `max_bytes`: the maximum size of a file that the process may write, to
 simulate a full disk.
 """
@@ -39,18 +39,18 @@ class BatchServer:
         """Starts a run; returns its pid."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps({"args": args, **options}) + "\n")
-        return int(self._answer()["pid"])
+        return int(self._reply()["pid"])
 
     def wait(self) -> int:
         """The exit code of the run, or minus the signal that killed it."""
-        return int(self._answer()["status"])
+        return int(self._reply()["status"])
 
     def run(self, args: list[str], **options: Any) -> int:
         """Starts a run and waits for its end."""
         self.start(args, **options)
         return self.wait()
 
-    def _answer(self) -> dict[str, int]:
+    def _reply(self) -> dict[str, int]:
         assert self._process.stdout is not None
         answer: dict[str, int] = json.loads(self._process.stdout.readline())
         return answer
@@ -90,13 +90,13 @@ def _child(request: dict[str, Any]) -> int:
         resource.setrlimit(resource.RLIMIT_FSIZE, (request["max_bytes"], resource.RLIM_INFINITY))
     launch = ModelRunner.launch
 
-    def troubled(self: ModelRunner, plan: Any) -> Any:
+    def launch_or_crash(self: ModelRunner, plan: Any) -> Any:
         time.sleep(request.get("step_s", 0))
-        if any(new.num_prompt_tokens == request.get("die_on") for new in plan.admitted):
+        if any(new.num_prompt_tokens == request.get("crash_on") for new in plan.admitted):
             os.kill(os.getpid(), request.get("signal", signal.SIGABRT))
         return launch(self, plan)
 
-    ModelRunner.launch = troubled  # type: ignore[method-assign]
+    ModelRunner.launch = launch_or_crash  # type: ignore[method-assign]
     return main(request["args"])
 
 
