@@ -43,10 +43,6 @@ GENERATION_DEFAULTS = "temperature", "top_k", "top_p", "min_p", "repetition_pena
 """Fields of SamplingParams that generation_config.json may set. Source: vLLM's `ModelConfig`."""
 
 
-ARCHITECTURE_OVERRIDES = {"exaone": "ExaoneForCausalLM"}
-"""`model_type` -> the architecture whose tensor names the checkpoint has, for checkpoints whose
-`architectures` names another class."""
-
 VISION_TENSORS = (
     r"(model\.)?(vision_tower|multi_modal_projector|visual|audio_tower|embed_vision|embed_audio"
     r"|vision_embedder)\."
@@ -284,9 +280,6 @@ def _text_part(raw: Json) -> tuple[Json, str, bool]:
                 )
             outside = {k: values[k] for k in families.OUTER_KEYS if values.get(k) is not None}
             return {**text, **outside}, by_type[kind], True
-    override = ARCHITECTURE_OVERRIDES.get(values.get("model_type") or "")
-    if override and len(names) == 1 and names[0].endswith("ForCausalLM"):
-        names, raw = [override], {**raw, "architectures": [override]}
     for name in names:
         if name in FAMILIES:
             return raw, name, False

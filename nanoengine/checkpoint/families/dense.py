@@ -65,10 +65,6 @@ FAMILIES: dict[str, Family] = {
         rope_layers=family.only_with_window, norm_eps="layer_norm_eps",
         gguf=files("cohere2", full_every=4),
     ),
-    "CwmForCausalLM": Family(
-        "cwm", layers=layer(**from_keys("mlp_bias")), windows=family.all_but_first_of_four,
-        defaults={"eos_token_id": [128_001, 128_008, 128_009]},  # Why: see GLM_DEFAULTS.
-    ),
     "Ernie4_5ForCausalLM": Family(
         "ernie4_5", layers=layer(rope_interleaved=True, **biases("use_bias")),
         gguf=files("ernie4_5"),
@@ -92,10 +88,6 @@ FAMILIES: dict[str, Family] = {
     "GraniteForCausalLM": Family(
         "granite", layers=GRANITE,
         gguf=files("granite", interleaved=True, ignored_keys=UNUSED_SSM_KEYS),
-    ),
-    "GraniteSWAForCausalLM": Family(
-        "granite_swa", layers=layer(**GRANITE_KEYS, **LLAMA, attention_sinks=True),
-        windows=family.all_but_first_of_four, rope_layers=family.layer_thetas,
     ),
     "HunYuanDenseV1ForCausalLM": Family(
         "hunyuan_v1_dense", layers=layer(qk_norm="post_rope", **ATTENTION_BIAS),

@@ -185,11 +185,6 @@ def all_but_every(number: int | str = "sliding_window_pattern") -> WindowsReader
     return slides
 
 
-def all_but_first_of_four(keys: ConfigReader, kinds: Kinds, layers: int) -> list[bool]:
-    keys.get("sliding_window")  # read even if no layer has a window
-    return [n % 4 > 0 for n in range(layers)] if kinds is None else _sliding(kinds)
-
-
 def _sliding(kinds: Sequence[str]) -> list[bool]:
     return [kind == SLIDING for kind in kinds]
 
@@ -221,17 +216,6 @@ def nowhere(keys: ConfigReader, slides: Sequence[bool]) -> Sequence[float]:
 def if_named_rope(keys: ConfigReader, slides: Sequence[bool]) -> Sequence[float]:
     """Granite 4: layers have RoPE if `position_embedding_type` is "rope"."""
     return [keys.get("position_embedding_type") == "rope"] * len(slides)
-
-
-def layer_thetas(keys: ConfigReader, slides: Sequence[bool]) -> Sequence[float]:
-    """Granite SWA: `layer_rope_theta` has one base per layer, or 0 for a layer without RoPE."""
-    thetas: Sequence[float] = keys.get("layer_rope_theta") or always(keys, slides)
-    if len(thetas) != len(slides) or not all(theta in (0, 1) or theta > 1.001 for theta in thetas):
-        raise UnsupportedModelError(
-            f"layer_rope_theta={repr_short(thetas)} must have num_hidden_layers={len(slides)}"
-            " entries, each 0 or above 1.001"
-        )
-    return thetas
 
 
 def smollm_rope(keys: ConfigReader, slides: Sequence[bool]) -> Sequence[float]:

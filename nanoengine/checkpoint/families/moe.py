@@ -282,17 +282,6 @@ FAMILIES: dict[str, Family] = {
             "granitemoe", when=has("expert_shared_feed_forward_length"), interleaved=True,
         ),
     ),
-    "GraniteMoeSWAForCausalLM": Family(
-        "granitemoe_swa",
-        layers=layer(**dense.GRANITE_KEYS, **dense.ATTENTION_BIAS, fused_gate_up=True,
-                  attention_sinks=True),
-        windows=family.all_but_first_of_four, rope_layers=family.layer_thetas,
-        moe=experts(**MIXTRAL, shared_size=key("shared_intermediate_size")),
-        names={
-            "mlp": "block_sparse_moe", "mlp.gate": "block_sparse_moe.router",
-            **{n: of for n, of in GRANITE_SHARED_NAMES.items() if ".shared_experts." in n},
-        },
-    ),
     "HunYuanMoEV1ForCausalLM": Family(
         "hunyuan_v1_moe", layers=layer(qk_norm="post_rope", **dense.ATTENTION_BIAS),
         moe=experts(
