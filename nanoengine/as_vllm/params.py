@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nanoengine.errors import RequestError
-from nanoengine.settings.checks import join_names, nearest, repr_short
+from nanoengine.settings.checks import join_names, nearest, quoted
 from nanoengine.settings.params import SamplingParams
 from nanoengine.settings.pooling import TASKS, PoolingParams
 from nanoengine.settings.structured import StructuredOutputs
@@ -141,7 +141,7 @@ class VLLMStructuredOutputs:
             self.json = self.json.model_json_schema()
         if self.backend is not None and self.backend.partition(":")[0] not in BACKENDS:
             allowed = ", ".join(BACKENDS)
-            raise RequestError(f"backend must be one of {allowed}, got {repr_short(self.backend)}")
+            raise RequestError(f"backend must be one of {allowed}, got {quoted(self.backend)}")
         self.to_native()
 
     @classmethod
@@ -181,11 +181,11 @@ class VLLMPooler:
         """Converts to the parameters of a call; only `encode` returns all tokens' results."""
         if self.task not in (None, *TASKS):
             raise RequestError(
-                f"task must be one of {join_names(TASKS)}, got {repr_short(self.task)}"
+                f"task must be one of {join_names(TASKS)}, got {quoted(self.task)}"
             )
         token_pooling = self.tok_pooling_type
         if token_pooling not in (None, "ALL"):
-            raise RequestError(f"tok_pooling_type must be ALL, got {repr_short(token_pooling)}")
+            raise RequestError(f"tok_pooling_type must be ALL, got {quoted(token_pooling)}")
         kind = (self.pooling_type or self.seq_pooling_type or "all").lower()
         fields = {**vars(self), "pooling": None if kind == "all" else kind}
         for name in ("task", "pooling_type", "seq_pooling_type", "tok_pooling_type"):

@@ -44,7 +44,7 @@ except ImportError as error:
 from nanoengine.errors import ConfigError, RequestError
 from nanoengine.llm import LLM
 from nanoengine.outputs import RequestOutput
-from nanoengine.settings.checks import repr_short
+from nanoengine.settings.checks import quoted
 from nanoengine.settings.params import SamplingParams
 from nanoengine.settings.vllm_names import warn_no_effect
 
@@ -90,7 +90,7 @@ class NanoEngineLM(TemplateLM):
         for name, value in (("max_length", max_length), ("max_gen_toks", max_gen_toks)):
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise ConfigError(
-                    f"{name} must be an integer of at least 1, got {repr_short(value)}"
+                    f"{name} must be an integer of at least 1, got {quoted(value)}"
                 )
         if options.get("attention_backend") != "flash_attn":  # Its blocks have 256 tokens.
             options.setdefault("block_size", SHARED_BLOCK)

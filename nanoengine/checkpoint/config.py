@@ -30,7 +30,7 @@ from nanoengine.checkpoint.layer_config import (
 from nanoengine.checkpoint.quantization import StoredQuantization
 from nanoengine.checkpoint.rope import RopeConfig, read_rope, read_ropes_by_kind, read_rotary_dim
 from nanoengine.errors import ConfigError, ModelError, RequestError, UnsupportedModelError
-from nanoengine.settings.checks import check_value, join_names, repr_short
+from nanoengine.settings.checks import check_value, join_names, quoted
 from nanoengine.settings.files import is_gguf, read_object
 from nanoengine.settings.params import SamplingParams
 
@@ -256,7 +256,7 @@ def parse_model_config(
     _check_longrope(config)
     keys.reject_unread()
     if unknown := keys.unknown_keys():
-        names = join_names([*map(repr_short, unknown)])
+        names = join_names([*map(quoted, unknown)])
         logger.warning("config.json has unknown keys, which are ignored: %s", names)
     return config
 
@@ -275,7 +275,7 @@ def _text_part(raw: Json) -> tuple[Json, str, bool]:
             kind = text.get("model_type")
             if kind not in by_type:
                 raise UnsupportedModelError(
-                    f"text_config of {name} has model_type={repr_short(kind)}; supported:"
+                    f"text_config of {name} has model_type={quoted(kind)}; supported:"
                     f" {', '.join(by_type)}"
                 )
             outside = {k: values[k] for k in families.OUTER_KEYS if values.get(k) is not None}
@@ -296,8 +296,8 @@ def _text_part(raw: Json) -> tuple[Json, str, bool]:
     for name in names:
         if (generator := find_decoder(name, every)) is not None:
             return raw, generator, False
-    model_type = repr_short(values.get("model_type"))
-    what = join_names([*map(repr_short, names)]) or f"model_type={model_type}"
+    model_type = quoted(values.get("model_type"))
+    what = join_names([*map(quoted, names)]) or f"model_type={model_type}"
     raise UnknownArchitectureError(
         f"unsupported architecture {what}; supported:"
         f" {join_names([*every, *TEXT_PARTS], like=what)}"
@@ -329,7 +329,7 @@ def _sliding_windows(
     for kind in kinds or ():
         if kind not in (FULL, SLIDING):
             raise UnsupportedModelError(
-                f"layer_types has {repr_short(kind)}; supported: {FULL!r}, {SLIDING!r}"
+                f"layer_types has {quoted(kind)}; supported: {FULL!r}, {SLIDING!r}"
             )
     if kinds and len(kinds) != num_layers:
         raise UnsupportedModelError(
@@ -339,7 +339,7 @@ def _sliding_windows(
     window = keys.require("sliding_window") if any(slides) else None
     if kinds and slides != [kind == SLIDING for kind in kinds]:
         raise UnsupportedModelError(
-            f"layer_types={repr_short(kinds)} contradicts"
+            f"layer_types={quoted(kinds)} contradicts"
             f" sliding_window={keys.get('sliding_window')!r},"
             f" use_sliding_window={keys.get('use_sliding_window')!r} of {architecture}"
         )
@@ -408,7 +408,7 @@ def _quantization(
     if skipped and (family.names or layer.fused_qkv or layer.fused_gate_up):
         raise UnsupportedModelError(
             "quantization_config skips layers, which is not implemented for"
-            f" {family.model_type}: {repr_short(skipped)}"
+            f" {family.model_type}: {quoted(skipped)}"
         )
     return stored
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from nanoengine.errors import UnsupportedModelError
-from nanoengine.settings.checks import check_value, describe_allowed, repr_short
+from nanoengine.settings.checks import check_value, describe_allowed, quoted
 
 Json = Mapping[str, Any]
 
@@ -295,7 +295,7 @@ def check_values(raw: Json, where: str) -> dict[str, Any]:
         values[key] = check_value(values[key], kind, f"{where}: {key}", UnsupportedModelError)
         if low is not None and high is not None and not low <= values[key] <= high:
             raise UnsupportedModelError(
-                f"{where}: {key} must be from {low:,} to {high:,}, got {repr_short(values[key])}"
+                f"{where}: {key} must be from {low:,} to {high:,}, got {quoted(values[key])}"
             )
     return values
 
@@ -347,7 +347,7 @@ class ConfigReader:
         if key in self.raw and default is not None:
             raise UnsupportedModelError(
                 f"{self.where}: {key} must be {describe_allowed(spec.kind)}, got null; without"
-                f" the key it is {repr_short(default)}"
+                f" the key it is {quoted(default)}"
             )
         return default
 
@@ -377,7 +377,7 @@ class ConfigReader:
         if key in self.raw and self.raw[key] not in values:
             names = " or ".join(repr(str(v)) for v in values if v is not None) or "null"
             raise UnsupportedModelError(
-                f"{key}={repr_short(self.raw[key])} is not implemented; supported: {names}"
+                f"{key}={quoted(self.raw[key])} is not implemented; supported: {names}"
             )
 
     def reject_unread(self) -> None:

@@ -20,7 +20,7 @@ import xxhash
 from safetensors import SafetensorError, safe_open
 
 from nanoengine.errors import WeightLoadError
-from nanoengine.settings.checks import check_value, join_names, repr_short
+from nanoengine.settings.checks import check_value, join_names, quoted
 from nanoengine.settings.files import is_gguf, read_object, unreadable
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ def checkpoint_files(directory: Path) -> list[Path]:
         weight_map = check_value(raw.get("weight_map"), dict, where, WeightLoadError)
         for tensor, name in weight_map.items():
             if not isinstance(name, str):  # Perf: a MoE has 20,000, at 7 us for `check_value`.
-                check_value(name, str, f"{where}[{repr_short(tensor)}]", WeightLoadError)
+                check_value(name, str, f"{where}[{quoted(tensor)}]", WeightLoadError)
         names = sorted(set(weight_map.values()))
         paths = {name: PurePosixPath(name) for name in names}
         outside = [name for name, path in paths.items() if path.is_absolute() or ".." in path.parts]

@@ -13,7 +13,7 @@ from pathlib import Path, PurePath
 import torch
 
 from nanoengine.errors import ConfigError
-from nanoengine.settings.checks import join_names, repr_short, truncate
+from nanoengine.settings.checks import join_names, quoted, truncate
 from nanoengine.settings.config import EngineConfig
 from nanoengine.settings.files import GGUF, is_gguf
 
@@ -135,10 +135,10 @@ def resolve_device(name: str) -> torch.device:
         device = torch.device(name)
     except RuntimeError as error:
         raise ConfigError(
-            f"device must be auto, cpu, cuda or cuda:N, got {repr_short(name)}"
+            f"device must be auto, cpu, cuda or cuda:N, got {quoted(name)}"
         ) from error
     if device.type not in ("cpu", "cuda"):
-        raise ConfigError(f"device must be auto, cpu, cuda or cuda:N, got {repr_short(name)}")
+        raise ConfigError(f"device must be auto, cpu, cuda or cuda:N, got {quoted(name)}")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"device={name!r} is not available: torch finds no CUDA GPU; use 'cpu'")
     return device

@@ -25,7 +25,7 @@ import numpy
 import torch
 
 from nanoengine.errors import ConfigError, ModelError, UnsupportedModelError, WeightLoadError
-from nanoengine.settings.checks import join_names, repr_short
+from nanoengine.settings.checks import join_names, quoted
 from nanoengine.settings.files import GGUF, is_gguf, wrong_content
 
 HEADER_BYTES = 128 << 20
@@ -142,16 +142,16 @@ def read_gguf(path: Path) -> GGUFFile:
                 " renamed, or belongs to another model"
             )
         for key, value in file.metadata.items() if number else ():
-            first = repr_short(metadata.get(key, value))
-            if key != "split.no" and first != repr_short(value):
+            first = quoted(metadata.get(key, value))
+            if key != "split.no" and first != quoted(value):
                 raise WeightLoadError(
-                    f"{part}: {repr_short(key)} is {repr_short(value)}, but {first} in"
+                    f"{part}: {quoted(key)} is {quoted(value)}, but {first} in"
                     f" {parts[0].name}: the files are parts of two models"
                 )
         for name, tensor in file.tensors.items():
             if name in tensors:
                 raise WeightLoadError(
-                    f"{part}: tensor {repr_short(name)} is also in {tensors[name].file.name}"
+                    f"{part}: tensor {quoted(name)} is also in {tensors[name].file.name}"
                 )
             tensors[name] = tensor
     expected = _read_int(path, metadata, "split.tensors.count", len(tensors))
@@ -261,14 +261,14 @@ def _parts(path: Path, metadata: dict[str, Any]) -> list[Path]:
             " NAME-00001-of-00003.gguf and so on"
         )
     if missing := [part.name for part in parts if not part.is_file()]:
-        raise WeightLoadError(f"{path}: parts of this model are missing: {repr_short(missing)}")
+        raise WeightLoadError(f"{path}: parts of this model are missing: {quoted(missing)}")
     return parts
 
 
 def _read_int(path: Path, metadata: dict[str, Any], key: str, absent: int) -> int:
     """Reads a key that must be an integer."""
     if type(value := metadata.get(key, absent)) is not int:
-        raise WeightLoadError(f"{path}: {key} must be an integer, got {repr_short(value)}")
+        raise WeightLoadError(f"{path}: {key} must be an integer, got {quoted(value)}")
     return value
 
 
@@ -322,7 +322,7 @@ class _Header:
         for number in range(num_keys):
             self.what = f"key {number + 1} of {num_keys}"
             key = self.string()
-            self.what = f"key {repr_short(key)}"
+            self.what = f"key {quoted(key)}"
             if key in metadata or not key:
                 self.fail("the key occurs twice" if key else "the key is empty")
             metadata[key] = self.value()
@@ -381,7 +381,7 @@ class _Header:
         offset is relative to the start of the tensor data."""
         self.what, pos = what, self.pos
         name = self.string()
-        self.what = f"tensor {repr_short(name)}"
+        self.what = f"tensor {quoted(name)}"
         (num_dims,) = self.unpack("<I")
         if not 1 <= num_dims <= 4:
             self.fail(f"it has {num_dims} dimensions; supported: 1 to 4")
@@ -407,11 +407,11 @@ class _Header:
         absolute."""
         self.what = "general.alignment"
         if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
-            self.fail(f"it must be a power of two, got {repr_short(alignment)}")
+            self.fail(f"it must be a power of two, got {quoted(alignment)}")
         start = -(-self.pos // alignment) * alignment
         free, tensors = 0, dict[str, GGUFTensor]()
         for pos, name, tensor in sorted(found, key=lambda item: item[2].offset):
-            self.what, self.pos, offset = f"tensor {repr_short(name)}", pos, tensor.offset
+            self.what, self.pos, offset = f"tensor {quoted(name)}", pos, tensor.offset
             if name in tensors:
                 self.fail("the name occurs twice")
             if offset < free or offset % alignment:

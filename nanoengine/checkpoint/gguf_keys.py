@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from nanoengine.checkpoint.config_reader import SCHEMA, ConfigReader, Json, check_values
 from nanoengine.checkpoint.layer_config import FULL, SLIDING
 from nanoengine.errors import UnsupportedModelError
-from nanoengine.settings.checks import check_value, repr_short, to_python
+from nanoengine.settings.checks import check_value, quoted, to_python
 
 if TYPE_CHECKING:
     from nanoengine.checkpoint.gguf import GGUFTensor
@@ -94,7 +94,7 @@ class Metadata:
         """Raises UnsupportedModelError because the value of a key is not supported."""
         key = f"{self.architecture}.{name}"
         raise UnsupportedModelError(
-            f"{self.path}: {key}={repr_short(to_python(self.raw.get(key)))} is not implemented;"
+            f"{self.path}: {key}={quoted(to_python(self.raw.get(key)))} is not implemented;"
             f" supported: {supported}"
         )
 

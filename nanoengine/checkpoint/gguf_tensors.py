@@ -19,7 +19,7 @@ from nanoengine.checkpoint.families import every_family
 from nanoengine.checkpoint.gguf import FLOATS, GGUFTensor, StoredRows, read_gguf, read_rows
 from nanoengine.checkpoint.gguf_keys import Metadata
 from nanoengine.errors import UnsupportedModelError, WeightLoadError
-from nanoengine.settings.checks import join_names, repr_short
+from nanoengine.settings.checks import join_names, quoted
 
 ROPE_FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 """Tensors that are read with the config."""
@@ -98,7 +98,7 @@ class GGUFModel:
             what = {"architecture": metadata.architecture} if kind == "model" else {"type": kind}
             ((key, value),) = what.items()
             raise UnsupportedModelError(
-                f"{path} has general.{key}={repr_short(value)}; supported are language models of"
+                f"{path} has general.{key}={quoted(value)}; supported are language models of"
                 f" {join_names(known, like=metadata.architecture)}"
             )
         own = metadata.architecture
@@ -133,7 +133,7 @@ class GGUFModel:
                 groups, sizes = self._part_sizes(stem)
                 if (expected := groups * sum(sizes)) != shape[0]:
                     raise WeightLoadError(
-                        f"{tensor.file}: {repr_short(name)} has {shape[0]} rows; the sizes in the"
+                        f"{tensor.file}: {quoted(name)} has {shape[0]} rows; the sizes in the"
                         f" file's metadata give {expected}"
                     )
                 for part, indices in SPLIT_TENSORS[stem].items():

@@ -26,7 +26,7 @@ from nanoengine.checkpoint.config_reader import Json
 from nanoengine.checkpoint.files import TensorInfo, read_tensors, stored_tensors
 from nanoengine.checkpoint.slots import PREFIXES
 from nanoengine.errors import ModelError, UnsupportedModelError
-from nanoengine.settings.checks import check_value, join_names, repr_short
+from nanoengine.settings.checks import check_value, join_names, quoted
 from nanoengine.settings.files import read_object, unreadable
 from nanoengine.settings.pooling import Pooling
 
@@ -92,7 +92,7 @@ def find_decoder(name: str, generators: Collection[str]) -> str | None:
             return found
     if name.startswith(ENCODERS):
         raise UnsupportedModelError(
-            f"architecture {repr_short(name)} is an encoder; supported: embedding models that are"
+            f"architecture {quoted(name)} is an encoder; supported: embedding models that are"
             " based on a decoder, such as Qwen3-Embedding or e5-mistral"
         )
     return None
@@ -126,10 +126,10 @@ def read_pooling(directory: Path) -> PoolingConfig:
         )
     paths = [check_value(m.get("path", ""), str, str(path), ModelError) for m in modules]
     if any(Path(part).is_absolute() or ".." in Path(part).parts for part in paths):
-        raise ModelError(f"{path} names a directory outside of the checkpoint: {repr_short(paths)}")
+        raise ModelError(f"{path} names a directory outside of the checkpoint: {quoted(paths)}")
     if paths[0]:
         raise UnsupportedModelError(
-            f"{path}: the model is in {repr_short(paths[0])}; supported: in the same directory"
+            f"{path}: the model is in {quoted(paths[0])}; supported: in the same directory"
         )
     options = _read_optional(directory / "sentence_bert_config.json")
     if options.get("do_lower_case"):
@@ -163,7 +163,7 @@ def _dense(directory: Path) -> Dense:
     weight, bias = stored.get("linear.weight"), stored.get("linear.bias")
     if source != "sentence_embedding" or weight is None or len(weight.shape) != 2:
         raise UnsupportedModelError(
-            f"{directory} is a Dense module with module_input_name={repr_short(source)} and the"
+            f"{directory} is a Dense module with module_input_name={quoted(source)} and the"
             f" tensors {join_names(stored)}; supported: 'sentence_embedding', with a matrix"
             " linear.weight"
         )
@@ -188,7 +188,7 @@ def _pooling_mode(path: Path) -> Pooling:
         modes = [f"pooling_mode_{flags.get(name, name)}" for name in names]
     if len(modes) != 1 or modes[0] not in MODES:
         raise UnsupportedModelError(
-            f"{path} sets {', '.join(map(repr_short, modes)) or 'no pooling mode'}; supported: one"
+            f"{path} sets {', '.join(map(quoted, modes)) or 'no pooling mode'}; supported: one"
             f" of {', '.join(MODES)}"
         )
     return MODES[modes[0]]

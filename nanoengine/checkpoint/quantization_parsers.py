@@ -13,7 +13,7 @@ from typing import Any
 
 from nanoengine.checkpoint.quantization import METHODS, MXFP4_EXPERTS, StoredQuantization
 from nanoengine.errors import UnsupportedModelError
-from nanoengine.settings.checks import check_value, repr_short, truncate
+from nanoengine.settings.checks import check_value, quoted, truncate
 
 Json = Mapping[str, Any]
 
@@ -47,7 +47,7 @@ def parse_quantization(raw: Json, *, tied: bool) -> StoredQuantization:
     method = raw.get("quant_method")
     if method not in METHODS:
         raise UnsupportedModelError(
-            f"quantization_config has quant_method={repr_short(method)}; supported:"
+            f"quantization_config has quant_method={quoted(method)}; supported:"
             f" {', '.join(METHODS)}"
         )
     return PARSERS[method](raw, ("lm_head$",) if tied else ())
@@ -199,7 +199,7 @@ def _mxfp4(raw: Json, skipped: tuple[str, ...]) -> StoredQuantization:
     for name in names:
         if "experts" in name or not name.strip(".*"):
             raise UnsupportedModelError(
-                f"quantization_config of {method} has modules_to_not_convert={repr_short(name)};"
+                f"quantization_config of {method} has modules_to_not_convert={quoted(name)};"
                 " supported: names of layers that are not experts"
             )
     return MXFP4_EXPERTS
@@ -252,12 +252,12 @@ def _pattern(name: str, key: str) -> str:
         re.compile(pattern)
     except (re.error, RecursionError, OverflowError) as error:
         raise UnsupportedModelError(
-            f"quantization_config: {key} has {repr_short(name)}, which is not a valid regular"
+            f"quantization_config: {key} has {quoted(name)}, which is not a valid regular"
             f" expression: {truncate(error)}"
         ) from error
     if quantifiers > MAX_QUANTIFIERS or re.search(r"\)[*+{]", pattern):
         raise UnsupportedModelError(
-            f"quantization_config: {key} has {repr_short(name)}; supported: at most"
+            f"quantization_config: {key} has {quoted(name)}; supported: at most"
             f" {MAX_QUANTIFIERS} quantifiers (* + {{), and none after a group"
         )
     return pattern
@@ -266,7 +266,7 @@ def _pattern(name: str, key: str) -> str:
 def _require(method: str, key: str, value: Any, *allowed: Any) -> None:
     if value not in allowed:
         raise UnsupportedModelError(
-            f"quantization_config of {method} has {key}={repr_short(value)}; supported:"
+            f"quantization_config of {method} has {key}={quoted(value)}; supported:"
             f" {' or '.join(map(repr, allowed))}"
         )
 
@@ -275,7 +275,7 @@ def _block(method: str, key: str, value: list[int]) -> tuple[int, int]:
     """The number of outputs and inputs of a block."""
     if len(value) != 2 or min(value) < 1:
         raise UnsupportedModelError(
-            f"quantization_config of {method} has {key}={repr_short(value)}; supported: two"
+            f"quantization_config of {method} has {key}={quoted(value)}; supported: two"
             " positive integers"
         )
     return value[0], value[1]
@@ -286,7 +286,7 @@ def _group_size(value: Any) -> int | None:
         return None
     if not 1 <= value < 2**31:
         raise UnsupportedModelError(
-            f"quantization_config has group_size={repr_short(value)}; supported: a positive"
+            f"quantization_config has group_size={quoted(value)}; supported: a positive"
             " integer or -1"
         )
     return value

@@ -12,7 +12,7 @@ from typing import Any
 
 from nanoengine.checkpoint.config_reader import ConfigReader, Json
 from nanoengine.errors import UnsupportedModelError
-from nanoengine.settings.checks import check_value, repr_short
+from nanoengine.settings.checks import check_value, quoted
 
 ROPE_KEYS: dict[str, tuple[set[str], set[str]]] = {
     "default": (set(), set()),
@@ -84,7 +84,7 @@ def read_rope(keys: ConfigReader, *, extra: Mapping[str, bool], partial: bool) -
     key, raw = _rope_dict(keys)
     if any(isinstance(value, Mapping) for value in raw.values()):
         raise UnsupportedModelError(
-            f"{key}={repr_short(raw)}: parameters per layer type are not implemented"
+            f"{key}={quoted(raw)}: parameters per layer type are not implemented"
         )
     # Why first: in transformers it takes precedence over the same key in the dict.
     original = keys.get(ORIGINAL)
@@ -151,18 +151,18 @@ def _rope(
         return RopeConfig(theta=theta * alpha ** (size / (size - 2)))
     if kind not in ROPE_KEYS:
         raise UnsupportedModelError(
-            f"rope type {repr_short(kind)} is not implemented; supported: {', '.join(ROPE_KEYS)}"
+            f"rope type {quoted(kind)} is not implemented; supported: {', '.join(ROPE_KEYS)}"
         )
     required, optional = ROPE_KEYS[kind]
     supported = required | optional | {name for name, supported in extra.items() if supported}
     values = {name: rope_keys.get(name) for name in sorted(supported) if name in rope_keys}
     values = {name: value for name, value in values.items() if value is not None}
     if missing := sorted(required - values.keys()):
-        raise UnsupportedModelError(f"rope type {repr_short(kind)} needs {', '.join(missing)}")
+        raise UnsupportedModelError(f"rope type {quoted(kind)} needs {', '.join(missing)}")
     known = supported | COMMON_KEYS | {*extra}
     if unknown := {name: raw[name] for name in sorted(raw.keys() - known)}:
         raise UnsupportedModelError(
-            f"rope type {repr_short(kind)} has unknown parameters {repr_short(unknown)}"
+            f"rope type {quoted(kind)} has unknown parameters {quoted(unknown)}"
         )
     if kind in ("llama3", "yarn", "longrope"):
         from nanoengine.checkpoint.rope_parameters import COMPLETE

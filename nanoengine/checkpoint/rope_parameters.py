@@ -10,7 +10,7 @@ from typing import Any
 
 from nanoengine.checkpoint.config_reader import ConfigReader
 from nanoengine.errors import UnsupportedModelError
-from nanoengine.settings.checks import repr_short
+from nanoengine.settings.checks import quoted
 
 
 def _check_llama3(values: dict[str, Any], keys: ConfigReader) -> None:
@@ -42,7 +42,7 @@ def _complete_longrope(values: dict[str, Any], keys: ConfigReader) -> None:
         values[name] = tuple(values[name])
         if not all(1e-3 <= number <= 1e6 for number in values[name]):
             raise UnsupportedModelError(
-                f"rope type 'longrope' has {name}={repr_short(values[name])}; supported: numbers"
+                f"rope type 'longrope' has {name}={quoted(values[name])}; supported: numbers"
                 " from 0.001 to 1,000,000"
             )
 

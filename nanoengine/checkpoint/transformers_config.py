@@ -13,7 +13,7 @@ from typing import Any
 from nanoengine.checkpoint.config_reader import Json
 from nanoengine.checkpoint.layer_config import FULL, SLIDING, LayerConfig
 from nanoengine.errors import UnsupportedModelError
-from nanoengine.settings.checks import repr_short
+from nanoengine.settings.checks import quoted
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ def sizes_of(directory: Path) -> dict[str, Any]:
         config = AutoConfig.from_pretrained(directory).get_text_config(decoder=True)
     except Exception as error:  # its config classes raise anything
         raise UnsupportedModelError(
-            f"transformers rejects {directory / 'config.json'}: {repr_short(str(error))}"
+            f"transformers rejects {directory / 'config.json'}: {quoted(str(error))}"
         ) from error
     name = config.model_type
     layers, kinds = config.num_hidden_layers, getattr(config, "layer_types", None) or []

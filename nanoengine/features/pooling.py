@@ -30,7 +30,7 @@ from nanoengine.core.sequence import Request
 from nanoengine.errors import ModelError, PromptTooLongError, RequestError, UnsupportedModelError
 from nanoengine.features import pooled_outputs as outputs
 from nanoengine.outputs import RequestOutput
-from nanoengine.settings.checks import check_value, repr_short
+from nanoengine.settings.checks import check_value, quoted
 from nanoengine.settings.config import EngineConfig
 from nanoengine.settings.files import read_object
 from nanoengine.settings.params import SamplingParams
@@ -72,7 +72,7 @@ def activation(module: str) -> Activation:
     """
     name = module.rpartition(".")[2]
     if name not in ACTIVATIONS:
-        message = f"the activation {repr_short(name)} is not implemented"
+        message = f"the activation {quoted(name)} is not implemented"
         raise UnsupportedModelError(f"{message}; supported: {', '.join(ACTIVATIONS)}")
     return ACTIVATIONS[name]
 
@@ -208,7 +208,7 @@ class Pooler:
         """
         if task not in TASKS:
             raise RequestError(
-                f"pooling_task must be one of {', '.join(TASKS)}, got {repr_short(task)}"
+                f"pooling_task must be one of {', '.join(TASKS)}, got {quoted(task)}"
             )
         options, kind = options or DEFAULT, task.removeprefix("token_")
         make = self.vector if kind == "embed" else self.probs
@@ -373,7 +373,7 @@ class Pooler:
         if len(answers) < 2 or any(len(tokens) != 1 for tokens in ids):
             raise RequestError(
                 "answers must be at least two words of one token each, got"
-                f" {repr_short(answers)} with token ids {repr_short(ids)}"
+                f" {quoted(answers)} with token ids {quoted(ids)}"
             )
         rows = checkpoint.read_token_rows(self.directory, [tokens[0] for tokens in ids]).numpy()
         plan = load_model_config(self.directory).plan

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from nanoengine.errors import RequestError
-from nanoengine.settings.checks import repr_short
+from nanoengine.settings.checks import quoted
 
 
 class FunctionCall(NamedTuple):
@@ -77,7 +77,7 @@ def _to_call(value: Any) -> FunctionCall:
         ValueError: it does not describe a call.
     """
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
-        raise ValueError(f"a tool call must have a name, got {repr_short(value)}")
+        raise ValueError(f"a tool call must have a name, got {quoted(value)}")
     name = next((key for key in ("arguments", "parameters") if key in value), None)
     if name is None:
         raise ValueError(f"the tool call {value['name']!r} has no arguments")
@@ -127,14 +127,14 @@ def untagged(text: str, schemas: Schemas) -> ParsedCalls:
             call = _to_call(value) if value.keys() & {"arguments", "parameters"} else None
         except (ValueError, RecursionError):
             if match[1] in schemas:
-                problem = problem or f"the tool call {repr_short(match[1])} is incomplete"
+                problem = problem or f"the tool call {quoted(match[1])} is incomplete"
             continue
         if call and call.name in schemas:
             pieces.append(OPEN_FENCE.sub("", text[end : match.start()]))
             closed = CLOSE_FENCE.match(text, value_end)
             calls, end = [*calls, call], closed.end() if closed else value_end
         elif call:
-            unknown = f"{repr_short(call.name)} is not one of the tools {', '.join(schemas)}"
+            unknown = f"{quoted(call.name)} is not one of the tools {', '.join(schemas)}"
             problem = problem or unknown
     if problem and not calls:
         raise ValueError(problem)
@@ -187,7 +187,7 @@ def qwen3_coder(text: str, schemas: Schemas) -> ParsedCalls:
         name, _, rest = part.partition(">")
         body, closed, after = rest.partition("</function>")
         if not closed:
-            raise ValueError(f"the tool call {repr_short(name)} has no </function>")
+            raise ValueError(f"the tool call {quoted(name)} has no </function>")
         properties = schemas.get(name.strip(), {}).get("properties")
         arguments = {}
         for parameter in body.split("<parameter=")[1:]:
@@ -296,12 +296,12 @@ def schemas_of(tools: Sequence[Any]) -> Schemas:
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise RequestError(
                 "a tool must be {'type': 'function', 'function': {'name': ..., 'parameters':"
-                f" {{...}}}}}}, got {repr_short(tool)}"
+                f" {{...}}}}}}, got {quoted(tool)}"
             )
         schema = function.get("parameters") or {"type": "object", "properties": {}}
         if not isinstance(schema, Mapping):
             raise RequestError(
-                f"parameters of a tool must be a JSON schema, got {repr_short(schema)}"
+                f"parameters of a tool must be a JSON schema, got {quoted(schema)}"
             )
         found[function["name"]] = schema
     return found
@@ -325,7 +325,7 @@ def choice_of(tool_choice: Any, schemas: Schemas) -> tuple[Choice | None, str | 
     raise RequestError(
         "tool_choice must be 'none', 'auto', 'required' or {'type': 'function', 'function':"
         f" {{'name': ...}}}} with the name of a tool ({', '.join(schemas) or 'tools is empty'}),"
-        f" got {repr_short(tool_choice)}"
+        f" got {quoted(tool_choice)}"
     )
 
 

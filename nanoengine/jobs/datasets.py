@@ -30,7 +30,7 @@ from nanoengine.jobs.reorder import reordered
 from nanoengine.jobs.rows import RowOptions, RowReader, Task
 from nanoengine.jobs.source import Input, Line
 from nanoengine.jobs.work import Result, Stream, Work
-from nanoengine.settings.checks import repr_short, to_python
+from nanoengine.settings.checks import quoted, to_python
 from nanoengine.settings.params import SamplingParams
 
 ROWS = Input(name="dataset", form="jsonl")
@@ -52,7 +52,7 @@ def generate_dataset(
     config, defaults = llm.config, llm.info.generation_defaults
     stream: Stream = functools.partial(llm.stream, on_error="record")
     if params is not None and not isinstance(params, SamplingParams):
-        got = repr_short(params)
+        got = quoted(params)
         raise RequestError(f"sampling_params must be SamplingParams or None, got {got}")
     sampling = {} if params is None else {f.name: getattr(params, f.name) for f in fields(params)}
     options = RowOptions(sampling=sampling, **row_options)

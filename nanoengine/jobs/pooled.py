@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from nanoengine.errors import RequestError
-from nanoengine.settings.checks import nearest, repr_short
+from nanoengine.settings.checks import nearest, quoted
 from nanoengine.settings.pooling import POOLING_PARAMS, PooledParams, PoolingParams
 
 if TYPE_CHECKING:
@@ -84,15 +84,15 @@ def _pooling_request(kind: str, body: Mapping[str, Any], pools: Pooler) -> PoolR
     if kind == "rerank":
         top_n = body.get("top_n", 0)
         if not isinstance(top_n, int) or isinstance(top_n, bool) or top_n < 0:
-            raise RequestError(f"top_n must be an integer of at least 0, got {repr_short(top_n)}")
+            raise RequestError(f"top_n must be an integer of at least 0, got {quoted(top_n)}")
         if not isinstance(body["query"], str) or not isinstance(body["documents"], list):
             raise RequestError("query must be a string, and documents a list of strings")
         return pools.score(body["query"], [_text(d) for d in body["documents"]], params, **options)
     texts, encoding = body["input"], body.get("encoding_format", "float")
     if encoding not in ENCODINGS:
-        raise RequestError(f"encoding_format must be float or base64, got {repr_short(encoding)}")
+        raise RequestError(f"encoding_format must be float or base64, got {quoted(encoding)}")
     if not isinstance(texts, str | list):
-        raise RequestError(f"input must be a string, token ids, or a list, got {repr_short(texts)}")
+        raise RequestError(f"input must be a string, token ids, or a list, got {quoted(texts)}")
     return pools.embed(texts, params)
 
 

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from nanoengine.errors import ConfigError, RequestError
 from nanoengine.jobs.prefetch import size_of
 from nanoengine.jobs.source import STDIN, UTF8_HINT, Input, Line, RowError, read_lines, row_id
-from nanoengine.settings.checks import nearest, repr_short, to_python
+from nanoengine.settings.checks import nearest, quoted, to_python
 from nanoengine.settings.params import SamplingParams
 from nanoengine.settings.vllm_names import NAMES, SAMPLING_PARAMS, translate
 from nanoengine.text.prompt_forms import CONTENT_KEYS, TEMPLATE_KEYS
@@ -267,7 +267,7 @@ class RowReader:
     def _fill(self, task: Task, row: Any) -> None:
         if not isinstance(row, dict):
             if self._options.columns_are_data or task.kind != "simple":
-                raise RequestError(f"the row must be an object, got {repr_short(row)}")
+                raise RequestError(f"the row must be an object, got {quoted(row)}")
             row = {"prompt_token_ids" if isinstance(row, list) else "prompt": row}
         if task.kind != "simple":
             self._fill_openai(task, row)
@@ -305,7 +305,7 @@ class RowReader:
         if name not in row:
             raise RequestError(f"the row has no column {name!r}; {nearest(name, list(row))}")
         if not isinstance(row[name], str):
-            raise RequestError(f"column {name!r} must be a string, got {repr_short(row[name])}")
+            raise RequestError(f"column {name!r} must be a string, got {quoted(row[name])}")
         return str(row[name])
 
     def _apply_chat(self, prompt: Any) -> Any:
@@ -340,7 +340,7 @@ class RowReader:
             task.prompt = self._apply_chat(prompt["prompt"] if is_text else prompt)
             return
         if not isinstance(turns, list) or not turns or not all(isinstance(t, str) for t in turns):
-            raise RequestError(f"'turns' must be a list of strings, got {repr_short(turns)}")
+            raise RequestError(f"'turns' must be a list of strings, got {quoted(turns)}")
         if task.params.n != 1:
             raise RequestError(f"n must be 1 in a row with 'turns', got {task.params.n}")
         if not prompt.keys().isdisjoint(CONTENT_KEYS):
@@ -355,7 +355,7 @@ class RowReader:
         task.kind = known or "chat"
         task.custom_id = row.get("custom_id")
         if not isinstance(task.custom_id, str):
-            raise RequestError(f"custom_id must be a string, got {repr_short(task.custom_id)}")
+            raise RequestError(f"custom_id must be a string, got {quoted(task.custom_id)}")
         task.key = task.custom_id
         pooling, names = "", BODY_FIELDS.get(task.kind, {})
         if known is None:
@@ -365,14 +365,14 @@ class RowReader:
             if not pooling or self._pools is None:
                 urls = ", ".join([*KINDS, *(pooled.KINDS if self._pools else ())])
                 raise RowError(
-                    "unknown_url", f"url must be one of {urls}, got {repr_short(row.get('url'))}"
+                    "unknown_url", f"url must be one of {urls}, got {quoted(row.get('url'))}"
                 )
             task.kind = "pooled"
             names = dict.fromkeys((*pooled.BODY_FIELDS[pooling], *NO_EFFECT))
         if row.get("method", "POST") != "POST":
-            raise RequestError(f"method must be 'POST', got {repr_short(row['method'])}")
+            raise RequestError(f"method must be 'POST', got {quoted(row['method'])}")
         if not isinstance(row.get("body"), dict):
-            raise RequestError(f"body must be an object, got {repr_short(row.get('body'))}")
+            raise RequestError(f"body must be an object, got {quoted(row.get('body'))}")
         body = {name: field for name, field in row["body"].items() if field is not None}
         self._check_names(body, names)
         for name in row.keys() - {"custom_id", "method", "url", "body"}:
@@ -401,11 +401,11 @@ class RowReader:
         if model is None or self._options.ignore_model:
             return
         if not isinstance(model, str):
-            raise RequestError(f"model must be a string, got {repr_short(model)}")
+            raise RequestError(f"model must be a string, got {quoted(model)}")
         if model != self._model:
             self._warn(
                 f"model {model}",
-                f"rows name model {repr_short(model)}, but {self._model!r} runs them;"
+                f"rows name model {quoted(model)}, but {self._model!r} runs them;"
                 " --ignore-model hides this warning",
             )
 
@@ -438,7 +438,7 @@ class RowReader:
         task.prompt = prompt
         flag, top = body.pop("logprobs", False), body.pop("top_logprobs", None)
         if not isinstance(flag, bool):
-            raise RequestError(f"logprobs must be true or false in a chat, got {repr_short(flag)}")
+            raise RequestError(f"logprobs must be true or false in a chat, got {quoted(flag)}")
         if top is not None and not flag:
             raise RequestError("top_logprobs needs logprobs: true")
         if flag:
@@ -554,7 +554,7 @@ def _structured_outputs(response_format: object) -> dict[str, Any] | None:
             return {"json": schema}
     raise RequestError(
         "response_format must be {'type': 'text'}, {'type': 'json_object'} or {'type':"
-        " 'json_schema', 'json_schema': {'schema': {...}}}, got " + repr_short(response_format)
+        " 'json_schema', 'json_schema': {'schema': {...}}}, got " + quoted(response_format)
     )
 
 
@@ -565,7 +565,7 @@ def _completion_prompt(body: Mapping[str, Any]) -> Any:
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
         raise RequestError(f"prompt must be one prompt, got {len(prompt)}: give each its own row")
     if not isinstance(prompt, str | list):
-        raise RequestError(f"prompt must be a string or token ids, got {repr_short(prompt)}")
+        raise RequestError(f"prompt must be a string or token ids, got {quoted(prompt)}")
     name = "prompt" if isinstance(prompt, str) else "prompt_token_ids"
     return {name: prompt} | ({"cache_salt": body["cache_salt"]} if "cache_salt" in body else {})
 
@@ -611,7 +611,7 @@ def require_columns(inputs: Iterable[Input], options: RowOptions, max_row_bytes:
                 required = options.prompt_column or options.template or "prompt"
                 raise ConfigError(
                     f"no row of {source.name!r} has the columns for {required!r}: its columns are"
-                    f" {repr_short(list(names))}; select one with --prompt-column, or several with"
+                    f" {quoted(list(names))}; select one with --prompt-column, or several with"
                     " --template"
                 )
 

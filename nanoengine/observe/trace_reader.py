@@ -39,7 +39,7 @@ from nanoengine.core.tiers.tiered_cache import TieredPrefixCache
 from nanoengine.errors import TraceError
 from nanoengine.observe.trace import FORMAT, LIMITS, digest
 from nanoengine.observe.traced_disk import ReplayedDisk
-from nanoengine.settings.checks import repr_short
+from nanoengine.settings.checks import quoted
 from nanoengine.settings.params import SamplingParams
 from nanoengine.version import __version__
 
@@ -346,7 +346,7 @@ def _lines(raw: IO[bytes]) -> Iterator[tuple[int, bytes]]:
 def _parsed(line: bytes) -> TraceLine:
     entry = json.loads(line, parse_constant=_number, parse_float=_number)
     if not isinstance(entry, dict):
-        raise ValueError(f"expected a JSON object, got {repr_short(entry)}")
+        raise ValueError(f"expected a JSON object, got {quoted(entry)}")
     return entry
 
 
@@ -374,5 +374,5 @@ def _header(path: str, entry: TraceLine) -> TraceLine:
 
 def _ints(value: Any) -> list[int]:
     if type(value) is not list or not set(map(type, value)) <= {int}:
-        raise ValueError(f"expected a list of integers, got {repr_short(value)}")
+        raise ValueError(f"expected a list of integers, got {quoted(value)}")
     return value

@@ -69,7 +69,7 @@ def check_value(value: Any, annotation: Any, name: str, error: type[Exception]) 
         if _is_kind(value, kind):
             break
     else:
-        raise error(f"{name} must be {describe_allowed(annotation)}, got {repr_short(value)}")
+        raise error(f"{name} must be {describe_allowed(annotation)}, got {quoted(value)}")
     origin, inner = get_origin(kind), get_args(kind)
     if origin in (tuple, list):
         if set(map(type, value)) <= _exact_types(inner[0]):  # Perf: 100 times as fast.
@@ -79,7 +79,7 @@ def check_value(value: Any, annotation: Any, name: str, error: type[Exception]) 
     if origin in (dict, Mapping):
         return {
             check_value(key, inner[0], f"a key of {name}", error): check_value(
-                entry, inner[1], f"{name}[{repr_short(key)}]", error
+                entry, inner[1], f"{name}[{quoted(key)}]", error
             )
             for key, entry in value.items()
         }
@@ -115,7 +115,7 @@ def describe_allowed(annotation: Any) -> str:
     return f"{', '.join(others)} or {last}" if others else last
 
 
-def repr_short(value: Any) -> str:
+def quoted(value: Any) -> str:
     """`repr` of any value for a message, with limited length."""
     try:
         text = repr(value)
@@ -159,7 +159,7 @@ def require_positive(options: object, error: type[Exception], *names: str) -> No
     for name in names:
         value = getattr(options, name)
         if value is not None and value < 1:
-            raise error(f"{name} must be at least 1, got {repr_short(value)}")
+            raise error(f"{name} must be at least 1, got {quoted(value)}")
 
 
 def checked(

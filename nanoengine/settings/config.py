@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from nanoengine.errors import ConfigError
-from nanoengine.settings.checks import checked, repr_short, require_positive
+from nanoengine.settings.checks import checked, quoted, require_positive
 from nanoengine.settings.tiers import Tier, check_tiers
 
 
@@ -198,7 +198,7 @@ class EngineConfig:
         if self.trace is None and self.trace_steps is not None:
             raise ConfigError("trace_steps needs a trace: set trace to a file as well")
         if not colon or numbers[0] is None or (end and numbers[1] is None):
-            raise ConfigError(f"trace_steps must be A:B, got {repr_short(self.trace_steps)}")
+            raise ConfigError(f"trace_steps must be A:B, got {quoted(self.trace_steps)}")
         if numbers[1] is not None and numbers[1] <= numbers[0]:
             raise ConfigError(f"trace_steps must be A:B with A < B, got {self.trace_steps}")
         return numbers[0], numbers[1]
@@ -216,7 +216,7 @@ class EngineConfig:
             except (OSError, ValueError) as error:
                 raise ConfigError(
                     "chat_template must be the text of a Jinja template or a file that contains it,"
-                    f" got {repr_short(self.chat_template)}: {error}"
+                    f" got {quoted(self.chat_template)}: {error}"
                 ) from error
             object.__setattr__(self, "chat_template", text)
         check_tiers(self.kv_tiers)
@@ -257,7 +257,7 @@ class EngineConfig:
         for name, holds, allowed in rules:
             if not holds:
                 raise ConfigError(
-                    f"{name} must be {allowed}, got {repr_short(getattr(self, name))}"
+                    f"{name} must be {allowed}, got {quoted(getattr(self, name))}"
                 )
         if sum(value is not None for value in sizings) > 1:
             raise ConfigError(

@@ -14,7 +14,7 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from nanoengine.errors import RequestError
-from nanoengine.settings.checks import checked, repr_short
+from nanoengine.settings.checks import checked, quoted
 from nanoengine.settings.structured import StructuredOutputs
 
 SURROGATE = re.compile("[\ud800-\udfff]")
@@ -188,7 +188,7 @@ class SamplingParams:
         for name, holds, allowed in rules:
             if not holds:
                 raise RequestError(
-                    f"{name} must be {allowed}, got {repr_short(getattr(self, name))}"
+                    f"{name} must be {allowed}, got {quoted(getattr(self, name))}"
                 )
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(
@@ -210,7 +210,7 @@ class SamplingParams:
                 if not text or SURROGATE.search(text):
                     raise RequestError(
                         f"{name} must contain non-empty strings without lone surrogates, which no"
-                        f" output contains, got {repr_short(text)}"
+                        f" output contains, got {quoted(text)}"
                     )
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
             for token_id in getattr(self, name) or ():

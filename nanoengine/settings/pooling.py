@@ -10,7 +10,7 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Literal
 
 from nanoengine.errors import RequestError
-from nanoengine.settings.checks import checked, repr_short, require_positive
+from nanoengine.settings.checks import checked, quoted, require_positive
 from nanoengine.settings.params import SamplingParams
 from nanoengine.settings.vllm_names import NAMES, translate
 
@@ -55,7 +55,7 @@ class PoolingParams:
         require_positive(self, RequestError, "dimensions")
         cut = self.truncate_prompt_tokens
         if cut is not None and cut != -1 and cut < 1:
-            raise RequestError(f"truncate_prompt_tokens must be -1 or >= 1, got {repr_short(cut)}")
+            raise RequestError(f"truncate_prompt_tokens must be -1 or >= 1, got {quoted(cut)}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from nanoengine.errors import ConfigError
-from nanoengine.settings.checks import repr_short
+from nanoengine.settings.checks import quoted
 
 MAX_DRAFTS = 32
 MAX_NGRAM = 16
@@ -50,7 +50,7 @@ def parse_speculative(text: str) -> NgramDrafts | ModelDrafts:
         name, options_text = text, ""
     if not name:
         raise ConfigError(
-            f"speculative must be 'ngram' or the path of a draft model, got {repr_short(text)}"
+            f"speculative must be 'ngram' or the path of a draft model, got {quoted(text)}"
         )
     is_ngram = name == "ngram"
     known = [f.name for f in fields(NgramDrafts if is_ngram else ModelDrafts) if f.name != "model"]
@@ -61,7 +61,7 @@ def parse_speculative(text: str) -> NgramDrafts | ModelDrafts:
             what = "'ngram'" if is_ngram else "a draft model"
             raise ConfigError(
                 f"speculative: the options of {what} are {', '.join(known)}, integers, as in"
-                f" '{name}:k=4'; got {repr_short(part)}"
+                f" '{name}:k=4'; got {quoted(part)}"
             )
         options[option] = int(value)
     drafts = NgramDrafts(**options) if is_ngram else ModelDrafts(model=name, **options)

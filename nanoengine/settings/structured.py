@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nanoengine.errors import RequestError
-from nanoengine.settings.checks import checked, repr_short
+from nanoengine.settings.checks import checked, quoted
 
 KINDS = ("json", "json_object", "regex", "choice", "grammar")
 
@@ -105,7 +105,7 @@ def _schema_text(schema: str | dict[str, Any]) -> str:
         text = json.dumps(parsed, ensure_ascii=False, allow_nan=False)
         text.encode()
     except (TypeError, ValueError, RecursionError) as error:
-        raise RequestError(f"json must be a schema, got {repr_short(schema)}: {error}") from error
+        raise RequestError(f"json must be a schema, got {quoted(schema)}: {error}") from error
     if not isinstance(parsed, dict):
-        raise RequestError(f"json must be a schema that is a JSON object, got {repr_short(schema)}")
+        raise RequestError(f"json must be a schema that is a JSON object, got {quoted(schema)}")
     return text

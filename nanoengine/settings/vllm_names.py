@@ -24,7 +24,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from nanoengine.settings.checks import repr_short, to_python
+from nanoengine.settings.checks import quoted, to_python
 
 Table = Mapping[str, Mapping[str, Any]]
 
@@ -57,19 +57,19 @@ def translate(options: dict[str, Any], table: Table, error: type[Exception]) -> 
                     raise error(f"{name} is another name of {field}: set only one of them")
                 found[field] = value
             case {"values": pairs}:
-                hits = (to for old, *to in pairs if _equal(old, value) or old == repr_short(value))
+                hits = (to for old, *to in pairs if _equal(old, value) or old == quoted(value))
                 ours = next(hits, [value])
                 if ours:
                     found[name] = ours[0]
                 if "reported" in meaning and ours != [value]:
-                    no_effect.append(f"{name}={repr_short(value)}")
+                    no_effect.append(f"{name}={quoted(value)}")
             case {"no effect": why}:
                 if "only" in meaning and _nonzero_counts(value) not in meaning["only"]:
-                    raise error(f"{name}={repr_short(value)} is not supported: {why}")
+                    raise error(f"{name}={quoted(value)} is not supported: {why}")
                 no_effect.append(f"{name} ({why})")
             case {"refused": why}:
                 if not any(_equal(v, value) for v in meaning.get("unless", (None, False))):
-                    raise error(f"{name}={repr_short(value)} is not supported: {why}")
+                    raise error(f"{name}={quoted(value)} is not supported: {why}")
             case _:
                 found[name] = value
     if no_effect:

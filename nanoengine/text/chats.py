@@ -23,7 +23,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from nanoengine.errors import RequestError
-from nanoengine.settings.checks import repr_short, truncate
+from nanoengine.settings.checks import quoted, truncate
 from nanoengine.text.end_tokens import turn_end_ids
 from nanoengine.text.tokenizer import Tokenizer
 
@@ -103,7 +103,7 @@ class Chats:
             keys = truncate(" and ".join(text_keys(messages[index])))
             raise RequestError(
                 f"the chat template drops the {keys} of messages[{index}] with role"
-                f" {repr_short(roles[index])}: change the role, position or keys of the message, or"
+                f" {quoted(roles[index])}: change the role, position or keys of the message, or"
                 " give another chat template"
             )
         return text
@@ -117,11 +117,11 @@ def parse_messages(messages: object) -> list[dict[str, Any]]:
             JSON.
     """
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes) or not messages:
-        raise RequestError(f"a conversation must be a list of messages, got {repr_short(messages)}")
+        raise RequestError(f"a conversation must be a list of messages, got {quoted(messages)}")
     for message in messages:
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise RequestError(
-                f"a message must be a dict with 'role' and 'content', got {repr_short(message)}"
+                f"a message must be a dict with 'role' and 'content', got {quoted(message)}"
             )
     return [
         with_arguments(_with_text_parts(i, message), functools.partial(_decoded, i))
@@ -140,7 +140,7 @@ def _with_text_parts(index: int, message: Mapping[str, Any]) -> dict[str, Any]:
         if kind != "text" or not isinstance(part.get("text"), str):
             raise RequestError(
                 f"messages[{index}]: a content part must be {{'type': 'text', 'text': ...}},"
-                f" because only text is supported; got one of type {repr_short(kind)}"
+                f" because only text is supported; got one of type {quoted(kind)}"
             )
     return {**message, "content": [dict(part) for part in parts]}
 
@@ -154,7 +154,7 @@ def _decoded(index: int, arguments: Any) -> Any:
     except (ValueError, RecursionError) as error:
         raise RequestError(
             f"messages[{index}]: the arguments of a tool call must be an object or its JSON, got"
-            f" {repr_short(arguments)}"
+            f" {quoted(arguments)}"
         ) from error
 
 

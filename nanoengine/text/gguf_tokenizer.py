@@ -31,7 +31,7 @@ from tokenizers import Tokenizer as RawTokenizer
 from tokenizers.processors import TemplateProcessing
 
 from nanoengine.errors import ConfigError
-from nanoengine.settings.checks import check_value, join_names, repr_short, truncate
+from nanoengine.settings.checks import check_value, join_names, quoted, truncate
 from nanoengine.text.tokenizer_file import TokenizerFile
 
 if TYPE_CHECKING:
@@ -186,7 +186,7 @@ def make_tokenizer(metadata: Mapping[str, Any], path: Path) -> TokenizerFile:
     keys = _Keys(metadata, path)
     model = keys.get("model", str)
     if model not in MODELS:
-        keys.reject("model", f"is {repr_short(model)}; supported: {', '.join(MODELS)}")
+        keys.reject("model", f"is {quoted(model)}; supported: {', '.join(MODELS)}")
     raw, bos = MODELS[model](keys)
     # Source: Phi-3's tokenizer.json, in which most of these tokens strip the spaces after them.
     strip = model == "llama" and str(metadata.get("general.architecture")) == "phi3"
@@ -226,7 +226,7 @@ class _Keys:
         self.vocab = {self.tokens[i]: i for i in used}
         if len(self.vocab) < len(used):
             twice = [self.tokens[i] for i in used if self.vocab[self.tokens[i]] != i]
-            self.reject("tokens", f"has the same token twice: {repr_short(twice[:MAX_LISTED])}")
+            self.reject("tokens", f"has the same token twice: {quoted(twice[:MAX_LISTED])}")
 
     def reject(self, name: str, problem: str) -> NoReturn:
         raise ConfigError(
@@ -290,7 +290,7 @@ def _merges(keys: _Keys) -> list[tuple[str, str]]:
     # Why dict.fromkeys: of equal merges, llama.cpp uses the first, but the library the last.
     merges = [tuple(pair.split(" ", 1)) for pair in dict.fromkeys(keys.get("merges", list[str]))]
     if wrong := [merge for merge in merges if len(merge) != 2]:
-        keys.reject("merges", f"has {repr_short(wrong[0][0])}, which is not a pair of tokens")
+        keys.reject("merges", f"has {quoted(wrong[0][0])}, which is not a pair of tokens")
     return merges
 
 
@@ -306,7 +306,7 @@ def _byte_level(keys: _Keys) -> tuple[RawTokenizer, bool]:
     name = keys.get("pre", str)
     if name not in PRE_TOKENIZERS:
         known = join_names(sorted(PRE_TOKENIZERS), name)
-        keys.reject("pre", f"is {repr_short(name)}; supported: {known}")
+        keys.reject("pre", f"is {quoted(name)}; supported: {known}")
     settings = PRE_TOKENIZERS[name]
     raw = _bpe(keys, _merges(keys), ignore_merges=settings.ignore_merges)
     if settings.nfc:

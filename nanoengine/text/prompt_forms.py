@@ -24,7 +24,7 @@ from typing import Any, NotRequired, TypedDict
 
 from nanoengine.core.requests import check_text, is_int
 from nanoengine.errors import RequestError
-from nanoengine.settings.checks import checked, nearest, repr_short
+from nanoengine.settings.checks import checked, nearest, quoted
 from nanoengine.settings.params import SamplingParams
 
 CONTENT_KEYS = ("prompt", "prompt_token_ids", "messages")
@@ -178,12 +178,12 @@ def _parse_dict(prompt: Mapping[Any, Any]) -> dict[str, Any]:
     for key, value in prompt.items():
         if key in NO_MEDIA and value:
             raise RequestError(
-                f"{repr_short(key)} must be None, because only text is supported, got"
-                f" {repr_short(value)}"
+                f"{quoted(key)} must be None, because only text is supported, got"
+                f" {quoted(value)}"
             )
         if key not in known and key not in NO_MEDIA:
             raise RequestError(
-                f"unknown key {repr_short(key)} in the prompt; {nearest(key, known)}"
+                f"unknown key {quoted(key)} in the prompt; {nearest(key, known)}"
             )
     if not contents or ("messages" in contents and len(contents) > 1):
         raise RequestError(
@@ -208,20 +208,20 @@ def _check_template(prompt: Mapping[str, Any]) -> None:
     for key in ("add_generation_prompt", "continue_final_message"):
         if not isinstance(prompt.get(key, True), bool):
             raise RequestError(
-                f"{repr_short(key)} must be True or False, got {repr_short(prompt[key])}"
+                f"{quoted(key)} must be True or False, got {quoted(prompt[key])}"
             )
     tools = prompt.get("tools", [])
     if not isinstance(tools, list) or not all(isinstance(t, Mapping) or callable(t) for t in tools):
-        raise RequestError(f"'tools' must be a list of dicts or functions, got {repr_short(tools)}")
+        raise RequestError(f"'tools' must be a list of dicts or functions, got {quoted(tools)}")
     variables = prompt.get("chat_template_kwargs", {})
     if not isinstance(variables, Mapping) or not all(isinstance(name, str) for name in variables):
         raise RequestError(
-            f"'chat_template_kwargs' must be a dict with string keys, got {repr_short(variables)}"
+            f"'chat_template_kwargs' must be a dict with string keys, got {quoted(variables)}"
         )
     for name in variables:
         if name in RESERVED_VARIABLES:
             raise RequestError(
-                f"'chat_template_kwargs' can't set {repr_short(name)}, which is a reserved name"
+                f"'chat_template_kwargs' can't set {quoted(name)}, which is a reserved name"
             )
 
 
@@ -253,7 +253,7 @@ def _one_each(
     if is_valid(values):
         return [values] * count
     if not isinstance(values, Sequence) or isinstance(values, str):
-        raise RequestError(f"{name} must be {kind} or a list of them, got {repr_short(values)}")
+        raise RequestError(f"{name} must be {kind} or a list of them, got {quoted(values)}")
     if len(values) != count:
         raise RequestError(
             f"{name} must be a single value, or a list with one entry per prompt; got {len(values)}"
@@ -261,7 +261,7 @@ def _one_each(
         )
     for i, value in enumerate(values):
         if not is_valid(value):
-            raise RequestError(f"{name}[{i}] must be {kind}, got {repr_short(value)}")
+            raise RequestError(f"{name}[{i}] must be {kind}, got {quoted(value)}")
     return list(values)
 
 

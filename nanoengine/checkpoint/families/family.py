@@ -20,7 +20,6 @@ from nanoengine.checkpoint.layer_config import (
     MoEConfig,
 )
 from nanoengine.errors import UnsupportedModelError
-from nanoengine.settings.checks import repr_short
 
 if TYPE_CHECKING:
     from nanoengine.checkpoint.gguf_keys import Metadata

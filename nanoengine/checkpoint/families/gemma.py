@@ -11,7 +11,7 @@ from nanoengine.checkpoint.families.family import Family, files, from_keys, key,
 from nanoengine.checkpoint.gguf_keys import Metadata
 from nanoengine.checkpoint.layer_config import FULL, SLIDING, Gemma4Config
 from nanoengine.errors import UnsupportedModelError
-from nanoengine.settings.checks import repr_short
+from nanoengine.settings.checks import quoted
 
 
 def gemma4_config(keys: ConfigReader) -> Gemma4Config:
@@ -20,7 +20,7 @@ def gemma4_config(keys: ConfigReader) -> Gemma4Config:
     kinds = kinds or [SLIDING if (n + 1) % 6 else FULL for n in range(layers)]
     if kinds[-1] != FULL:
         raise UnsupportedModelError(
-            f"layer_types ends with {repr_short(kinds[-1])}, not with {FULL!r}"
+            f"layer_types ends with {quoted(kinds[-1])}, not with {FULL!r}"
         )
     window = keys.require("head_dim"), keys.require("num_key_value_heads")
     keys_are_values, shared = keys.get("attention_k_eq_v"), keys.get("num_kv_shared_layers")
@@ -36,7 +36,7 @@ def gemma4_config(keys: ConfigReader) -> Gemma4Config:
         is_shape = isinstance(first, dict) and first.keys() <= {"head_dim", "num_key_value_heads"}
         if indices != full_layers or rest != [first] * len(rest) or not is_shape:
             raise UnsupportedModelError(
-                f"per_layer_config={repr_short(by_layer)} is not implemented; supported: the same"
+                f"per_layer_config={quoted(by_layer)} is not implemented; supported: the same"
                 f" head_dim and num_key_value_heads for all layers of {FULL!r}"
             )
         full = first.get("head_dim", window[0]), first.get("num_key_value_heads", window[1])

@@ -19,7 +19,7 @@ from nanoengine.checkpoint.layer_config import (
     LinearAttentionConfig,
 )
 from nanoengine.errors import UnsupportedModelError
-from nanoengine.settings.checks import repr_short
+from nanoengine.settings.checks import quoted
 
 LINEAR, CONV = "linear_attention", "conv"
 MAMBA = "mamba"
@@ -103,7 +103,7 @@ def mamba_config(keys: ConfigReader) -> LinearAttentionConfig:
     size = inner // heads if size == "auto" else size
     if heads * size != inner:
         raise UnsupportedModelError(
-            f"mamba_n_heads={heads} * mamba_d_head={repr_short(size)} must be {inner}: mamba_d_ssm,"
+            f"mamba_n_heads={heads} * mamba_d_head={quoted(size)} must be {inner}: mamba_d_ssm,"
             " or mamba_expand * hidden_size if it is null"
         )
     return _mamba_config(keys, [n for n in every if kinds[n : n + 1] in ([LINEAR], [MAMBA])], size)
@@ -151,7 +151,7 @@ def falcon_h1_multipliers(keys: ConfigReader) -> FalconH1Multipliers:
     for name, count in (("mlp_multipliers", 2), ("ssm_multipliers", 5)):
         found[name] = tuple(keys.get(name) or [1.0] * count)
         if len(found[name]) != count:
-            raise UnsupportedModelError(f"{name}={repr_short(found[name])} must be {count} numbers")
+            raise UnsupportedModelError(f"{name}={quoted(found[name])} must be {count} numbers")
     return FalconH1Multipliers(**found)
 
 
@@ -182,8 +182,8 @@ def normalize_nemotron_h(raw: Json) -> Json:
     kinds = [old.get(kind, kind) for kind in kinds] if isinstance(kinds, list) else kinds
     if not kinds or not isinstance(kinds, list) or {*map(str, kinds)} - {*PATTERN.values()}:
         raise UnsupportedModelError(
-            f"layers_block_type={repr_short(named)} or"
-            f" hybrid_override_pattern={repr_short(pattern)} must have an entry per layer; allowed:"
+            f"layers_block_type={quoted(named)} or"
+            f" hybrid_override_pattern={quoted(pattern)} must have an entry per layer; allowed:"
             f" {', '.join(PATTERN.values())}, or {' '.join(PATTERN)}"
         )
     renamed.pop("num_nextn_predict_layers", None)  # MTP tensors have other names: MTP_TENSORS
@@ -198,7 +198,7 @@ def nemotron_h_config(keys: ConfigReader) -> LinearAttentionConfig:
     size = keys.get("mamba_d_head")
     if not isinstance(size, int) or size < 1:
         raise UnsupportedModelError(
-            f"mamba_head_dim must be an integer from 1, got {repr_short(size)}"
+            f"mamba_head_dim must be an integer from 1, got {quoted(size)}"
         )
     return _mamba_config(keys, family.layers_of(nemotron_blocks(keys), LINEAR), size)
 
@@ -222,7 +222,7 @@ def _time_step_limits(keys: ConfigReader) -> tuple[float, float]:
     if not 0 <= low < high:
         raise UnsupportedModelError(
             "config.json: time_step_limit must be two numbers from 0, the second one larger, got"
-            f" {repr_short(limits)}"
+            f" {quoted(limits)}"
         )
     return low, high
 

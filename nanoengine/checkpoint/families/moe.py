@@ -10,7 +10,7 @@ from nanoengine.checkpoint.families.family import Family, Reader, files, has, ke
 from nanoengine.checkpoint.gguf_keys import Metadata
 from nanoengine.checkpoint.layer_config import MoEConfig
 from nanoengine.errors import UnsupportedModelError
-from nanoengine.settings.checks import repr_short
+from nanoengine.settings.checks import quoted
 
 
 def experts(
@@ -85,7 +85,7 @@ def named_sparse_layers(keys: ConfigReader) -> tuple[int, ...]:
     keys.get("first_k_dense_replace")  # an older key with the same meaning
     if len(kinds) != layers or {*kinds} - {"dense", "sparse"}:
         raise UnsupportedModelError(
-            f"mlp_layer_types={repr_short(kinds)} must have num_hidden_layers={layers} entries,"
+            f"mlp_layer_types={quoted(kinds)} must have num_hidden_layers={layers} entries,"
             " each 'dense' or 'sparse'"
         )
     return family.layers_of(kinds, "sparse")
