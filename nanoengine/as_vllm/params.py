@@ -180,9 +180,7 @@ class VLLMPooler:
     def to_native(self) -> PoolingParams:
         """Converts to the parameters of a call; only `encode` returns all tokens' results."""
         if self.task not in (None, *TASKS):
-            raise RequestError(
-                f"task must be one of {join_names(TASKS)}, got {quoted(self.task)}"
-            )
+            raise RequestError(f"task must be one of {join_names(TASKS)}, got {quoted(self.task)}")
         token_pooling = self.tok_pooling_type
         if token_pooling not in (None, "ALL"):
             raise RequestError(f"tok_pooling_type must be ALL, got {quoted(token_pooling)}")

@@ -89,9 +89,7 @@ class NanoEngineLM(TemplateLM):
         super().__init__()
         for name, value in (("max_length", max_length), ("max_gen_toks", max_gen_toks)):
             if value is not None and (not isinstance(value, int) or value < 1):
-                raise ConfigError(
-                    f"{name} must be an integer of at least 1, got {quoted(value)}"
-                )
+                raise ConfigError(f"{name} must be an integer of at least 1, got {quoted(value)}")
         if options.get("attention_backend") != "flash_attn":  # Its blocks have 256 tokens.
             options.setdefault("block_size", SHARED_BLOCK)
         if str(batch_size) != "1" and not str(batch_size).startswith("auto"):

@@ -300,9 +300,7 @@ def schemas_of(tools: Sequence[Any]) -> Schemas:
             )
         schema = function.get("parameters") or {"type": "object", "properties": {}}
         if not isinstance(schema, Mapping):
-            raise RequestError(
-                f"parameters of a tool must be a JSON schema, got {quoted(schema)}"
-            )
+            raise RequestError(f"parameters of a tool must be a JSON schema, got {quoted(schema)}")
         found[function["name"]] = schema
     return found
 

@@ -256,9 +256,7 @@ class EngineConfig:
         )  # fmt: skip
         for name, holds, allowed in rules:
             if not holds:
-                raise ConfigError(
-                    f"{name} must be {allowed}, got {quoted(getattr(self, name))}"
-                )
+                raise ConfigError(f"{name} must be {allowed}, got {quoted(getattr(self, name))}")
         if sum(value is not None for value in sizings) > 1:
             raise ConfigError(
                 "num_kv_blocks, kv_cache_gib, memory_fraction and gpu_memory_utilization all size"

@@ -187,9 +187,7 @@ class SamplingParams:
         )
         for name, holds, allowed in rules:
             if not holds:
-                raise RequestError(
-                    f"{name} must be {allowed}, got {quoted(getattr(self, name))}"
-                )
+                raise RequestError(f"{name} must be {allowed}, got {quoted(getattr(self, name))}")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(
                 f"min_tokens must be at most max_tokens={self.max_tokens}, got {self.min_tokens}"

@@ -178,13 +178,10 @@ def _parse_dict(prompt: Mapping[Any, Any]) -> dict[str, Any]:
     for key, value in prompt.items():
         if key in NO_MEDIA and value:
             raise RequestError(
-                f"{quoted(key)} must be None, because only text is supported, got"
-                f" {quoted(value)}"
+                f"{quoted(key)} must be None, because only text is supported, got {quoted(value)}"
             )
         if key not in known and key not in NO_MEDIA:
-            raise RequestError(
-                f"unknown key {quoted(key)} in the prompt; {nearest(key, known)}"
-            )
+            raise RequestError(f"unknown key {quoted(key)} in the prompt; {nearest(key, known)}")
     if not contents or ("messages" in contents and len(contents) > 1):
         raise RequestError(
             "a prompt dict needs one of 'prompt', 'prompt_token_ids' and 'messages', got"
@@ -207,9 +204,7 @@ def _check_template(prompt: Mapping[str, Any]) -> None:
     check_text("chat_template", prompt.get("chat_template"))
     for key in ("add_generation_prompt", "continue_final_message"):
         if not isinstance(prompt.get(key, True), bool):
-            raise RequestError(
-                f"{quoted(key)} must be True or False, got {quoted(prompt[key])}"
-            )
+            raise RequestError(f"{quoted(key)} must be True or False, got {quoted(prompt[key])}")
     tools = prompt.get("tools", [])
     if not isinstance(tools, list) or not all(isinstance(t, Mapping) or callable(t) for t in tools):
         raise RequestError(f"'tools' must be a list of dicts or functions, got {quoted(tools)}")

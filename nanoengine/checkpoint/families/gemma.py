@@ -19,9 +19,7 @@ def gemma4_config(keys: ConfigReader) -> Gemma4Config:
     layers, kinds = keys.require("num_hidden_layers"), keys.get("layer_types")
     kinds = kinds or [SLIDING if (n + 1) % 6 else FULL for n in range(layers)]
     if kinds[-1] != FULL:
-        raise UnsupportedModelError(
-            f"layer_types ends with {quoted(kinds[-1])}, not with {FULL!r}"
-        )
+        raise UnsupportedModelError(f"layer_types ends with {quoted(kinds[-1])}, not with {FULL!r}")
     window = keys.require("head_dim"), keys.require("num_key_value_heads")
     keys_are_values, shared = keys.get("attention_k_eq_v"), keys.get("num_kv_shared_layers")
     kv_heads = keys.get("num_global_key_value_heads") if keys_are_values else None

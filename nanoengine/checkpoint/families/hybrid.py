@@ -197,9 +197,7 @@ def nemotron_blocks(keys: ConfigReader) -> tuple[str, ...]:
 def nemotron_h_config(keys: ConfigReader) -> LinearAttentionConfig:
     size = keys.get("mamba_d_head")
     if not isinstance(size, int) or size < 1:
-        raise UnsupportedModelError(
-            f"mamba_head_dim must be an integer from 1, got {quoted(size)}"
-        )
+        raise UnsupportedModelError(f"mamba_head_dim must be an integer from 1, got {quoted(size)}")
     return _mamba_config(keys, family.layers_of(nemotron_blocks(keys), LINEAR), size)
 
 
