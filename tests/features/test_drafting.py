@@ -146,7 +146,7 @@ def test_bad_drafts_are_given_up_and_tried_again_now_and_then():
 
 
 def test_a_sequence_that_is_given_no_drafts_stays_a_plain_decode():
-    scheduler = SimpleNamespace(special=None)
+    scheduler = SimpleNamespace(extras_scheduling=None)
     for extras in (None, SequenceOptions()):
         seq = Machine(0.0, flat).sequences[0]
         seq.extras, seq.slots_ready_until = extras, 16

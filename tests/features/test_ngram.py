@@ -121,7 +121,7 @@ def test_the_option_is_read(text, drafts):
             "the options of 'ngram' are max, min, k, integers, as in 'ngram:k=4'; got 'k=x'",
         ),
         ("ngram:n=3", "got 'n=3'"),
-        ("some/model:max=3", "a draft model takes k, .*got 'max=3'"),
+        ("some/model:max=3", "options of a draft model are k, .*got 'max=3'"),
     ],
 )
 def test_a_wrong_option_is_refused_by_name(text, message):
