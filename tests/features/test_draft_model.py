@@ -169,7 +169,7 @@ def test_unsuitable_draft_models_raise_and_are_named(tmp_path: Path):
         (window, directory, {}, "needs a model whose layers all have full attention"),
         (directory, "ngramm", {}, "neither 'ngram' nor a draft model: .*'ngramm' does not exist"),
         (directory, directory, {"kv_tiers": [HostTier(gib=0.01)]}, "not supported with kv_tiers"),
-        (directory, directory, {"tensor_parallel_size": 2}, "nor with ranks"),
+        (directory, directory, {"tensor_parallel_size": 2}, "or with tensor_parallel_size"),
     ]  # fmt: skip
     for target, draft, options, message in cases:
         with pytest.raises(ConfigError, match=message):

@@ -146,7 +146,7 @@ def test_bad_drafts_are_stopped_and_retried_from_time_to_time():
 
 
 def test_a_sequence_without_drafts_stays_a_plain_decode():
-    scheduler = SimpleNamespace(special=None)
+    scheduler = SimpleNamespace(extras_scheduling=None)
     for extras in (None, SequenceOptions()):
         seq = Machine(0.0, flat).sequences[0]
         seq.extras, seq.slots_ready_until = extras, 16

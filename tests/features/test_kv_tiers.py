@@ -302,7 +302,7 @@ def test_rates_are_learned_from_steps():
             lambda: EngineConfig(
                 model="m", kv_tiers=[HostTier(gib=1)], enable_prefix_caching=False
             ),
-            "needs enable_prefix_caching",
+            "set enable_prefix_caching",
         ),
         (lambda: small_engine([HostTier(gib=1e-9)]), "too small for a block of 16384 bytes"),
         (

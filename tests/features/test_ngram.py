@@ -126,7 +126,7 @@ def test_the_speculative_option_is_parsed(text, drafts):
             "the options of 'ngram' are max, min, k, integers, as in 'ngram:k=4'; got 'k=x'",
         ),
         ("ngram:n=3", "got 'n=3'"),
-        ("some/model:max=3", "a draft model takes k, .*got 'max=3'"),
+        ("some/model:max=3", "options of a draft model are k, .*got 'max=3'"),
     ],
 )
 def test_an_invalid_speculative_option_raises_and_is_named(text, message):
