@@ -179,7 +179,6 @@ SCHEMA: dict[str, Key] = {
         "routed_scaling_factor router_scaling_factor route_scale",
         Key(float, *_FACTOR, 1.0, gguf="expert_weights_scale"),
     ),
-    "router_jitter_noise": Key(float, 0, 1, 0.01, "ignore"),
     "moe_norm_min": Key(float, 0, 1, 1e-12, "reject"),
     "topk_method": Key(str, if_unread="reject"),
     "mlp_layer_types": Key(list[str], if_unread="reject"),
@@ -251,7 +250,7 @@ HARMLESS = frozenset((
     "attention_dropout", "classifier_dropout", "embd_pdrop", "embedding_dropout",
     "hidden_dropout", "resid_pdrop",
     "residual_dropout", "attn_pdrop", "dropout", "layerdrop", "embed_dropout",
-    "output_router_logits", "router_aux_loss_coef", "input_jitter_noise",
+    "output_router_logits", "router_aux_loss_coef", "input_jitter_noise", "router_jitter_noise",
     # settings of transformers' own implementations
     "cache_implementation", "use_cache", "mamba_chunk_size", "num_logits_to_keep",
     "chunk_size", "mamba_ssm_cache_dtype", "moe_shared_expert_overlap", "use_mamba_kernels",

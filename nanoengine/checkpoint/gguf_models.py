@@ -134,7 +134,7 @@ def adapt_to_file(config: Any, model: GGUFModel) -> Any:
     layer, moe, states, entries = config.plan, config.moe, config.states, model.entries()
     biases = {part: any(name.endswith(ends) for name in entries) for part, ends in BIASES.items()}
     # Why: writers store 1 + weight.
-    norms = {"one_plus_weight": "fp32_weight", "one_plus_weight layer": "layer"}
+    norm = "fp32_weight" if layer.norm == "one_plus_weight" else layer.norm
     mtp_layers = range(config.num_hidden_layers, model.metadata.num_layers)
     ignored = [config.ignored_tensors] if layer.gemma4 else []
     ignored += [rf"model\.layers\.({'|'.join(map(str, mtp_layers))})\."] if mtp_layers else []
@@ -150,7 +150,7 @@ def adapt_to_file(config: Any, model: GGUFModel) -> Any:
         states = replace(states, conv_bias="conv1d.bias" in parts, norm=gate_norm)
     return replace(
         config,
-        plan=replace(layer, norm=norms.get(layer.norm, layer.norm), fused_gate_up=fused, **biases),
+        plan=replace(layer, norm=norm, fused_gate_up=fused, **biases),
         moe=moe,
         states=states,
         tensor_names={},

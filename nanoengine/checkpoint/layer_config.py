@@ -15,7 +15,7 @@ from nanoengine.errors import UnsupportedModelError
 from nanoengine.settings.checks import checked
 
 Norms = Literal["pre", "post", "sandwich", "parallel", "parallel each"]
-NormKind = Literal["rms", "fp32_weight", "one_plus_weight", "layer", "one_plus_weight layer"]
+NormKind = Literal["rms", "fp32_weight", "one_plus_weight", "layer"]
 NO_STEP_LIMITS = (0.0, math.inf)
 SLIDING, FULL = "sliding_attention", "full_attention"
 """Kinds of layers in `layer_types`."""
@@ -122,7 +122,7 @@ class LayerConfig:
             have the same input, and each has a pre-norm.
         norm: "rms": RMSNorm in the model's dtype; "fp32_weight": the result is rounded to the
             model's dtype after the multiplication by the weight; "one_plus_weight": as fp32_weight,
-            with the factor 1 + weight; "layer": LayerNorm, also with one_plus_weight.
+            with the factor 1 + weight; "layer": LayerNorm.
         norm_bias: LayerNorm adds a bias.
         qk_norm: the norm of queries and keys. "per_head": per head, before RoPE; "post_rope": per
             head, after RoPE; "all_heads": over all heads together; None: there is none.
@@ -256,8 +256,6 @@ class MoEConfig:
         intermediate_size: the intermediate size of each expert.
         layers: indices of the layers with experts.
         score: the function of the router logits; "softmax" is normalized over all experts.
-            "sparsemixer" selects one expert after the other; the weight of each is its softmax
-            among the experts with similar logits, where `jitter` defines what is similar.
         norm_topk_prob: the weights of a token's experts are divided by their sum, which is clamped
             to at least `norm_min`, plus `norm_epsilon`.
         correction_bias: the checkpoint has a bias that affects only the selection of experts, not
@@ -281,8 +279,7 @@ class MoEConfig:
     norm_topk_prob: bool = True
     norm_epsilon: float = 0.0
     norm_min: float = 0.0
-    score: Literal["softmax", "sigmoid", "sparsemixer"] = "softmax"
-    jitter: float = 0.0
+    score: Literal["softmax", "sigmoid"] = "softmax"
     correction_bias: bool | Literal["row"] = False
     num_groups: int = 1
     groups_per_token: int = 1

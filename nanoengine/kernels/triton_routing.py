@@ -70,15 +70,12 @@ def route_kernel(
     ROWS: tl.constexpr, SIGMOID: tl.constexpr, CORRECTED: tl.constexpr,
     GROUPS: tl.constexpr, GROUP_WIDTH: tl.constexpr, TOP_GROUPS: tl.constexpr, BEST: tl.constexpr,
     NORMALIZED: tl.constexpr, EPSILON: tl.constexpr, MIN_TOTAL: tl.constexpr, FACTOR: tl.constexpr,
-    NEAR: tl.constexpr = None,
 ):  # fmt: skip
     """ids [T, k] int32 and weights [T, k] from logits [T, E]; counts [blocks, E]: how many of a
     block's tokens chose each expert. Grid: [blocks] of steps * ROWS tokens.
 
-    correction [E] float32, if CORRECTED. NEAR, if not None: a weight is the share among the experts
-    that were not chosen before and whose logits are within a relative distance NEAR, as in
-    `SparseMixer`. WIDTH, CHOICES, GROUP_WIDTH: E, k and the number of groups rounded up to powers
-    of two.
+    correction [E] float32, if CORRECTED. WIDTH, CHOICES, GROUP_WIDTH: E, k and the number of groups
+    rounded up to powers of two.
     """
     experts, choices = tl.arange(0, WIDTH), tl.arange(0, CHOICES)
     real = (experts < EXPERTS)[None, :]
@@ -92,7 +89,7 @@ def route_kernel(
         scores = x
         if SIGMOID:
             scores = 1 / (1 + tl.exp(-x))
-        elif NEAR is None:
+        else:
             scores = tl.exp(x - tl.max(x, 1)[:, None])
             scores = scores / tl.sum(scores, 1)[:, None]
         preferred = scores
@@ -106,13 +103,8 @@ def route_kernel(
         chosen = tl.full([ROWS, CHOICES], 0, tl.int32)
         picked = tl.full([ROWS, CHOICES], 0, tl.float32)
         for choice in range(TOP_K):
-            rest = keys != LOWEST
             best, keys = pop_largest(keys, experts)
             score = tl.sum(tl.where(experts[None, :] == best[:, None], scores, 0.0), 1)
-            if NEAR is not None:
-                top = score[:, None]
-                near = rest & (top - x <= NEAR * tl.maximum(tl.abs(x), top))
-                score = 1 / tl.sum(tl.where(near, tl.exp(x - top), 0.0), 1)
             is_choice = (choices == choice)[None, :]
             chosen = tl.where(is_choice, best[:, None], chosen)
             picked = tl.where(is_choice, score[:, None], picked)

@@ -27,9 +27,8 @@ from nanoengine.layers.norm import HeadNorm, RMSNorm
 def make_norm(config: ModelConfig, context: ModelContext) -> RMSNorm | LayerNorm:
     """Makes the family's norm over the hidden size."""
     kind, sizes = config.plan.norm, (config.hidden_size, config.rms_norm_eps)
-    if kind.endswith("layer"):
-        layer_norm = CenteredLayerNorm if kind == "one_plus_weight layer" else LayerNorm
-        return layer_norm(*sizes, bias=config.plan.norm_bias, context=context)
+    if kind == "layer":
+        return LayerNorm(*sizes, bias=config.plan.norm_bias, context=context)
     norm = CenteredNorm if kind == "one_plus_weight" else RMSNorm
     return norm(*sizes, context=context, dtype=norm_dtype(kind, context.dtype))
 
@@ -71,17 +70,6 @@ class LayerNorm(Layer):
 
     def weight_slots(self, path: str) -> dict[str, WeightSlot]:
         return full_slots(path, weight=self.weight, bias=self.bias)
-
-
-class CenteredLayerNorm(LayerNorm):
-    """LayerNorm that multiplies by 1 + weight."""
-
-    def weight_slots(self, path: str) -> dict[str, WeightSlot]:
-        name, slots = f"{path}.weight", super().weight_slots(path)
-        return slots | {name: replace(slots[name], store=self.store)}
-
-    def store(self, stored: torch.Tensor) -> None:
-        self.weight.copy_(stored.to(self.weight.dtype) + 1)
 
 
 class ReorderedHeadNorm(HeadNorm):

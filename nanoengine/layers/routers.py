@@ -1,7 +1,7 @@
-"""Routers of single families, with another selection rule or another input.
+"""ScaledRouter: a router that norms its input. Used by `models/gemma4.py`.
 
-Used by `models/moe.py` and `models/gemma4.py`. What differs from `Router` is plain torch, on a GPU
-too. Nothing here may synchronize with the host, because CUDA graphs capture it.
+What differs from `Router` is plain torch, on a GPU too. Nothing here may synchronize with the host,
+because CUDA graphs capture it.
 
 Legend: T tokens, E experts.
 """
@@ -16,26 +16,6 @@ from nanoengine.checkpoint.layer_config import MoEConfig
 from nanoengine.checkpoint.slots import MatrixPart, WeightSlot, full_slots
 from nanoengine.layers.layer import ModelContext
 from nanoengine.layers.moe import Router
-
-
-class SparseMixer(Router):
-    """Selects the best expert, then the best of the remaining ones. The weight of each is its
-    probability in a softmax over the experts with similar scores.
-
-    Source: Phi-3.5-MoE's model code; Liu et al., GRIN (arXiv 2409.12136).
-    """
-
-    def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        logits = self.logits(hidden).to(torch.promote_types(hidden.dtype, torch.float32))
-        left, weights, experts = logits, [], []
-        for _ in range(2):
-            best, expert = left.max(dim=-1, keepdim=True)
-            distance = (best - logits) / logits.abs().clamp(min=best)
-            near = left.masked_fill(distance > 2 * self.moe.jitter, -torch.inf)
-            weights.append(near.softmax(dim=-1).gather(1, expert))
-            experts.append(expert)
-            left = left.scatter(1, expert, -torch.inf)
-        return torch.cat(weights, dim=1).to(hidden.dtype), torch.cat(experts, dim=1)
 
 
 class ScaledRouter(Router):

@@ -147,7 +147,7 @@ def route(
         Weights [T, k], expert ids [T, k], and the map of these T * k rows to tiles of `rows` rows.
     """
     tokens, top_k, experts = len(logits), moe.num_experts_per_tok, moe.num_experts
-    is_sparsemixer, steps = moe.score == "sparsemixer", cdiv(tokens, ROUTED_TOKENS * MAX_BLOCKS)
+    steps = cdiv(tokens, ROUTED_TOKENS * MAX_BLOCKS)
     blocks = cdiv(tokens, ROUTED_TOKENS * steps)
     new = functools.partial(torch.empty, dtype=torch.int32, device=logits.device)
     weights, ids = logits.new_empty((tokens, top_k)), new((tokens, top_k))
@@ -164,9 +164,8 @@ def route(
             SIGMOID=moe.score == "sigmoid", CORRECTED=correction is not None,
             GROUPS=moe.num_groups, GROUP_WIDTH=next_power_of_2(moe.num_groups),
             TOP_GROUPS=moe.groups_per_token, BEST=moe.best_of_group,
-            NORMALIZED=moe.norm_topk_prob and not is_sparsemixer, EPSILON=moe.norm_epsilon,
-            MIN_TOTAL=moe.norm_min, FACTOR=moe.scaling_factor,
-            NEAR=2 * moe.jitter if is_sparsemixer else None, **sizes,
+            NORMALIZED=moe.norm_topk_prob, EPSILON=moe.norm_epsilon,
+            MIN_TOTAL=moe.norm_min, FACTOR=moe.scaling_factor, **sizes,
         ),
         ids, weights, counts, logits, logits if correction is None else correction, tokens, steps,
     )  # fmt: skip

@@ -44,10 +44,7 @@ class SparseMLP(Layer):
         super().__init__()
         moe, hidden = config.moe, config.hidden_size
         assert moe is not None
-        router = Router
-        if moe.score == "sparsemixer":
-            from nanoengine.layers.routers import SparseMixer as router
-        self.gate = router(f"{path}.gate", hidden, moe, context=context)
+        self.gate = Router(f"{path}.gate", hidden, moe, context=context)
         self.experts = Experts(
             f"{path}.experts", hidden, moe, config.plan.hidden_act, ungated, context=context
         )

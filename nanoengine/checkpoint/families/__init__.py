@@ -29,7 +29,6 @@ ALIASES = {
     "ExaoneMoEForCausalLM": "ExaoneMoeForCausalLM",
     "IQuestCoderForCausalLM": "LlamaForCausalLM",
     "InternLM3ForCausalLM": "LlamaForCausalLM",
-    "PhiMoEForCausalLM": "PhimoeForCausalLM",
 }
 """Architecture name in published checkpoints -> name in transformers."""
 

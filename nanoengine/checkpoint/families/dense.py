@@ -93,11 +93,6 @@ FAMILIES: dict[str, Family] = {
         "hunyuan_v1_dense", layers=layer(qk_norm="post_rope", **ATTENTION_BIAS),
         rope_extra=HUNYUAN_ROPE, names=HUNYUAN_NAMES, gguf=files("hunyuan-dense"),
     ),
-    "Jais2ForCausalLM": Family(
-        "jais2",
-        layers=layer(norm="layer", norm_bias=True, **RELU2, **LLAMA), norm_eps="layer_norm_eps",
-        gguf=files("jais2"),
-    ),
     "LlamaForCausalLM": Family(
         "llama", layers=layer(**LLAMA),
         gguf=files("exaone") | files("internlm2", "llama", interleaved=True),
@@ -110,10 +105,6 @@ FAMILIES: dict[str, Family] = {
     ),
     "MistralForCausalLM": Family(
         "mistral", windows=WINDOW, gguf=files("mistral3", interleaved=True),
-    ),
-    "NemotronForCausalLM": Family(
-        "nemotron", layers=layer(norm="one_plus_weight layer", norm_bias=True, **RELU2, **LLAMA),
-        partial_rotary=True, norm_eps="norm_eps", gguf=files("nemotron"),
     ),
     "Olmo2ForCausalLM": Family(
         "olmo2", layers=OLMO2, names=POST_NORM_NAMES, gguf=files("olmo2", full_every=4),

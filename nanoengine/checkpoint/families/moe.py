@@ -43,10 +43,6 @@ def experts(
             raise UnsupportedModelError(
                 f"{top_k_key}={moe.num_experts_per_tok} exceeds {count_key}={moe.num_experts}"
             )
-        if moe.score == "sparsemixer" and moe.num_experts_per_tok != 2:
-            raise UnsupportedModelError(
-                f"{top_k_key}={moe.num_experts_per_tok} is not implemented; supported: 2"
-            )
         groups, selected = moe.num_groups, moe.groups_per_token
         too_small = groups > 1 and moe.num_experts < moe.best_of_group * groups
         if not 1 <= selected <= groups or moe.num_experts % groups or too_small:
@@ -336,17 +332,6 @@ FAMILIES: dict[str, Family] = {
     "OlmoeForCausalLM": Family(
         "olmoe", layers=layer(qk_norm="all_heads", **dense.ATTENTION_BIAS),
         moe=experts(size_key="intermediate_size", **NORM_TOPK), gguf=files("olmoe"),
-    ),
-    "PhimoeForCausalLM": Family(
-        "phimoe",
-        layers=layer(
-            norm="layer", norm_bias=True, **family.from_keys("lm_head_bias"),
-            **dense.ATTENTION_BIAS,
-        ),
-        windows=dense.WINDOW,
-        moe=experts(**MIXTRAL, score="sparsemixer", jitter=key("router_jitter_noise")),
-        rope_extra={"short_mscale": True, "long_mscale": True}, names=MIXTRAL_NAMES,
-        gguf=files("phimoe"),
     ),
     "Qwen2MoeForCausalLM": Family(
         "qwen2_moe", layers=layer(**family.from_keys("qkv_bias")), moe=QWEN_SHARED,
