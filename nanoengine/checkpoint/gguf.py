@@ -36,8 +36,8 @@ MAX_ENTRIES = 1 << 16
 """Maximum number of keys, and of tensors. A large mixture of experts has about 2,000 tensors."""
 
 MAX_STRINGS = 1 << 21
-"""Maximum number of strings in a header: several times the largest vocabularies and their merges. Why
-a total over all arrays: even an empty string takes time and memory."""
+"""Maximum number of strings in a header: several times the largest vocabularies and their merges.
+Why a total over all arrays: even an empty string takes time and memory."""
 
 PART = re.compile(r"(?is)(?P<stem>.*)-(?P<number>[0-9]{5})-of-(?P<count>[0-9]{5})\.gguf")
 """The file name of a part of a model; numbers start at 1."""
