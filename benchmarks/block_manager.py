@@ -77,7 +77,7 @@ class Ours:
         """Allocates a slot for one more token; inside a block, the scheduler does not call the
         manager."""
         if seq.num_computed_tokens >= seq.slots_ready_until:
-            self.manager.allocate_slots(seq, 1)
+            self.manager.may_append(seq, 1)
             seq.slots_ready_until = self.manager.slots_ready_until(seq)
 
     def advance(self, seq: Any) -> None:
@@ -114,7 +114,7 @@ class Peer:
     def append(self, seq: Any) -> None:
         """Allocates a slot for one more token, which the peer appends first."""
         if self.manager.can_append(seq):
-            self.manager.allocate_slots(seq)
+            self.manager.may_append(seq)
 
     def advance(self, seq: Any) -> None:
         """Does nothing: the token is already appended."""

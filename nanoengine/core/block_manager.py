@@ -1,9 +1,9 @@
-"""BlockManager: allocates KV blocks to sequences: `allocate`, `allocate_slots`, `deallocate`.
+"""BlockManager: allocates KV blocks to sequences: `allocate`, `may_append`, `deallocate`.
 
     admission   can_allocate -> OK / LATER / NEVER, with the longest cached prefix
                 allocate     -> the table begins with the cached prefix, fresh blocks follow
     each step   reuse_filled_blocks -> replaces blocks by equal ones that another sequence filled
-                allocate_slots      -> allocates blocks for the step's tokens; copies shared blocks
+                may_append      -> allocates blocks for the step's tokens; copies shared blocks
     the end     deallocate -> frees blocks tail first, so that long prefixes stay cached longest
 
 A block table lists the blocks of a sequence in order. The PrefixCache knows which blocks are
@@ -176,7 +176,7 @@ class BlockManager:
         seq.num_computed_tokens += num_found
         seq.num_registered_blocks = end
 
-    def allocate_slots(self, seq: Sequence, num_new_tokens: int) -> bool:
+    def may_append(self, seq: Sequence, num_new_tokens: int) -> bool:
         """Allocates blocks for the next tokens of a running sequence; False if too few are free.
 
         Most steps allocate nothing: a new block is needed only when the tokens cross a block
@@ -205,9 +205,9 @@ class BlockManager:
         self.updates.append(TableUpdate(seq.row, index, position, (new,)))
 
     def slots_ready_until(self, seq: Sequence) -> int:
-        """Decodes that start before this position need neither `allocate_slots` nor `register`.
+        """Decodes that start before this position need neither `may_append` nor `register`.
 
-        Called right after `allocate_slots`, when no other sequence shares the last block. The
+        Called right after `may_append`, when no other sequence shares the last block. The
         block's last slot is excluded: the token there fills the block, which must then be
         registered. The table may be longer, because rejected drafts leave empty blocks. Returns 0
         if a full block is not registered yet: with overlapping steps its last token arrives one

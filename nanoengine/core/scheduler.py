@@ -239,7 +239,7 @@ class Scheduler:
 
     def ensure_blocks(self, plan: StepPlan, seq: Sequence, num_new: int) -> bool:
         """Allocates blocks for a running sequence, and preempts later ones if necessary."""
-        while not self.block_manager.allocate_slots(seq, num_new):
+        while not self.block_manager.may_append(seq, num_new):
             if len(self.running) == 1:
                 self._fail_too_large(seq, seq.num_computed_tokens + num_new)
                 return False
@@ -332,7 +332,7 @@ class Scheduler:
                 plan.reasons.append(f"seq {seq.seq_id}: {prefix.reason}")
             self._start_running(plan, seq, admission.num_cached_tokens)
             manager.allocate(seq, admission)
-            is_allocated = manager.allocate_slots(seq, num_new)
+            is_allocated = manager.may_append(seq, num_new)
             assert is_allocated, seq
             if seq.extras is None:
                 self.add_to_plan(plan, scheduled, seq, num_new)

@@ -76,7 +76,7 @@ class ExtrasScheduling(Forks):
         extras.draft_token_ids = extras.draft_token_ids[: max(num_drafts, 0)]
         num_new = min(num_new, num_known + len(extras.draft_token_ids))
         manager = self.scheduler.block_manager
-        if extras.draft_token_ids and not manager.allocate_slots(seq, num_new):
+        if extras.draft_token_ids and not manager.may_append(seq, num_new):
             extras.draft_token_ids = ()  # Why: drafts are not worth a preemption.
             num_new = num_known
         return num_new

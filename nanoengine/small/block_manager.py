@@ -63,7 +63,7 @@ class BlockManager:
         seq.num_computed_tokens = seq.num_cached_tokens = len(hits) * self.block_size
         self.updates.append(TableUpdate(seq.row, 0, 0, tuple(seq.block_table)))
 
-    def allocate_slots(self, seq: Sequence, num_new_tokens: int) -> bool:
+    def may_append(self, seq: Sequence, num_new_tokens: int) -> bool:
         """Allocates blocks for the tokens of this step; False if the pool has too few.
 
         Most steps need no block: one is needed only when the tokens cross a block boundary.

@@ -68,7 +68,7 @@ class Scheduler:
 
     def _ensure_blocks(self, plan: StepPlan, seq: Sequence, num_new: int) -> bool:
         """Allocates blocks for a running sequence; False if it was preempted itself."""
-        while not self.block_manager.allocate_slots(seq, num_new):
+        while not self.block_manager.may_append(seq, num_new):
             victim = self.running.pop()
             reason = f"seq {seq.seq_id} needs a block and none is free"
             plan.preempted.append(Preemption(victim.seq_id, victim.num_computed_tokens, reason))

@@ -101,7 +101,7 @@ def test_allocate_slots_returns_false_and_allocates_nothing_if_no_block_is_free(
     manager = make_manager(num_blocks=3, block_size=4)
     seq = computed(manager, [1] * 8)
     seq.token_ids.append(1)
-    assert manager.allocate_slots(seq, 1) is False
+    assert manager.may_append(seq, 1) is False
     check_manager(manager, [seq])
     assert len(seq.block_tables[0]) == 2
 
@@ -222,7 +222,7 @@ def test_a_full_block_is_registered_once_its_last_token_is_known():
     drafts, was full too."""
     manager = make_manager(block_size=4)
     seq = computed(manager, [1, 2, 3])
-    assert manager.allocate_slots(seq, 3)  # a token and two drafts
+    assert manager.may_append(seq, 3)  # a token and two drafts
     seq.num_computed_tokens = 4
     manager.prefix_cache.register(seq)
     assert manager.slots_ready_until(seq) == 0

@@ -22,15 +22,15 @@ def inside_a_step(
 ) -> list[Any]:
     """Makes the call while the second step is planned; the returned list gets its result."""
     results: list[Any] = []
-    original = BlockManager.allocate_slots
+    original = BlockManager.may_append
 
-    def allocate_slots(self: BlockManager, *args: Any) -> bool:
+    def may_append(self: BlockManager, *args: Any) -> bool:
         if engine.scheduler.stats.steps == 2 and not results:
             results.append("called")
             results.append(call())
         return original(self, *args)
 
-    monkeypatch.setattr(BlockManager, "allocate_slots", allocate_slots)
+    monkeypatch.setattr(BlockManager, "may_append", may_append)
     return results
 
 

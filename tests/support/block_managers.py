@@ -41,7 +41,7 @@ def admit(manager: BlockManager, seq: Sequence) -> Admission:
 def compute(manager: BlockManager, seq: Sequence, count: int | None = None) -> None:
     """Allocates slots for the next tokens, then advances the counters as a step would."""
     count = len(seq.token_ids) - seq.num_computed_tokens if count is None else count
-    assert manager.allocate_slots(seq, count)
+    assert manager.may_append(seq, count)
     seq.num_computed_tokens += count
     manager.prefix_cache.register(seq)
 

@@ -89,7 +89,7 @@ class GroupedBlockManager(BlockManager):
     def fill_tables(self, seq: Sequence, admission: Admission) -> None:
         """Allocates fresh blocks for the tables of full attention.
 
-        A window group gets its blocks from `allocate_slots`, chunk by chunk, because it never holds
+        A window group gets its blocks from `may_append`, chunk by chunk, because it never holds
         the blocks of all tokens at once.
         """
         num_blocks, num_cached = -(-seq.num_tokens // self.block_size), admission.num_cached_tokens
@@ -100,7 +100,7 @@ class GroupedBlockManager(BlockManager):
 
     # --- growth -------------------------------------------------------------------------------
 
-    def allocate_slots(self, seq: Sequence, num_new_tokens: int) -> bool:
+    def may_append(self, seq: Sequence, num_new_tokens: int) -> bool:
         """As in the base class, over all groups; allocates for all groups or for none."""
         if self._has_windows:
             self._drop_outside_windows(seq)

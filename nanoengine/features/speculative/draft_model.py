@@ -252,7 +252,7 @@ class DraftModel(Drafter):
         rows, num_copies = self.runner.draft.input_batch, len(self.manager.copies)
         if rows.seq_ids[seq.row] != seq.seq_id:
             return False  # a fork that only the next plan contains
-        if not self.manager.allocate_slots(seq, count + 1) or len(self.manager.copies) > num_copies:
+        if not self.manager.may_append(seq, count + 1) or len(self.manager.copies) > num_copies:
             return False  # Why: copy-on-write runs with the plan, after the drafts
         (table,) = seq.block_tables
         first = max(seq.num_computed_tokens // rows.block_size - 1, 0)
