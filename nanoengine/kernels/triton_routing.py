@@ -5,9 +5,8 @@
 
 Called by `layers/triton_experts.py` alone. A program processes a block of tokens in tiles of
 `ROWS`. Counts of whole blocks replace atomic additions, so the order is the same as after a stable
-sort, and nothing waits for the host. The kernels compute `layers.moe.Router`, or
-`layers.routers.SparseMixer`, and a stable sort by expert; of equal scores the expert with the
-lowest index is chosen, as on the CPU.
+sort, and nothing waits for the host. The kernels compute `layers.moe.Router` and
+a stable sort by expert; of equal scores the expert with the lowest index is chosen, as on the CPU.
 
 The kernels have run in Triton's interpreter and been compiled to machine code ahead of time; they
 have not run on a GPU yet.

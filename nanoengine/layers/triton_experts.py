@@ -6,7 +6,7 @@ The reference implementation is `Router` and `Experts`, which copies the number 
 to the host and calls the experts one by one. `TritonKernels.fuse` installs this class after the
 weights are loaded. This file chooses grids and tiles; the arithmetic is in
 `kernels/triton_routing.py` and `kernels/triton_experts.py`. The additional operations of
-`layers/routers.py::ScaledRouter` are plain torch, in further launches.
+`models/gemma4.py::ScaledRouter` are plain torch, in further launches.
 
 It has run in Triton's interpreter; it has not run on a GPU yet.
 """

@@ -33,15 +33,15 @@ from torch import nn
 from nanoengine.attention.base import AttentionBackend, AttentionSpec, Rotation, rotate
 from nanoengine.attention.batch import Batch
 from nanoengine.checkpoint.config import ModelConfig
-from nanoengine.checkpoint.slots import WeightSlot, full_slots
+from nanoengine.checkpoint.layer_config import MoEConfig
+from nanoengine.checkpoint.slots import MatrixPart, WeightSlot, full_slots
 from nanoengine.errors import ConfigError
 from nanoengine.layers.attention import Attention
 from nanoengine.layers.layer import Layer, ModelContext
 from nanoengine.layers.layouts import replicated_linear
 from nanoengine.layers.linear import MergedLinear
-from nanoengine.layers.moe import Experts
+from nanoengine.layers.moe import Experts, Router
 from nanoengine.layers.norms import ReorderedHeadNorm, make_norm
-from nanoengine.layers.routers import ScaledRouter
 from nanoengine.models.decoder import select_rows
 from nanoengine.models.generic import (
     ACTIVATIONS,
@@ -393,3 +393,29 @@ class QueryNorm(ReorderedHeadNorm):
     def weight_slots(self, path: str) -> dict[str, WeightSlot]:
         slots = super().weight_slots(path).items()
         return {name: slot for name, slot in slots if name.endswith("q_norm.weight")}
+
+
+class ScaledRouter(Router):
+    """Norms its input, and multiplies weights by one learned factor per expert.
+
+    Nothing here may synchronize with the host, because CUDA graphs capture it.
+    """
+
+    def __init__(
+        self, path: str, hidden: int, moe: MoEConfig, config: ModelConfig, context: ModelContext
+    ) -> None:
+        super().__init__(path, hidden, moe, context=context)
+        self.eps, self.hidden = config.rms_norm_eps, hidden
+        self.scale = context.parameter(hidden)
+        self.per_expert_scale = context.parameter(moe.num_experts)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        normed = F.rms_norm(hidden, (self.hidden,), None, self.eps)
+        return super().logits(normed * self.scale * self.hidden**-0.5)
+
+    def scale_weights(self, weights: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+        return weights * self.per_expert_scale[experts]
+
+    def weight_slots(self, path: str) -> dict[str, WeightSlot]:
+        scales = {"scale": self.scale, "per_expert_scale": self.per_expert_scale}
+        return self.slots_of(f"{path}.proj", MatrixPart(self.shape)) | full_slots(path, **scales)

@@ -53,13 +53,7 @@ Norm = RMSNorm | LayerNorm | None
 
 
 class GenericLM(CausalLM):
-    """A language model of any family, on one rank.
-
-    Attributes:
-        layer_class: the class of its layers; None: `GenericLayer`.
-    """
-
-    layer_class: type[GenericLayer] | None = None
+    """A language model of any family, on one rank."""
 
     def __init__(self, config: ModelConfig, context: ModelContext) -> None:
         Layer.__init__(self)
@@ -77,7 +71,12 @@ class GenericLM(CausalLM):
 
     def make_decoder(self, config: ModelConfig, context: ModelContext) -> GenericDecoder:
         """Makes embedding, layers and last norm."""
-        return GenericDecoder(config, context, self.layer_class or GenericLayer)
+        layer = GenericLayer
+        if config.plan.falcon_h1 is not None:
+            from nanoengine.models.mamba_layers import FalconH1Layer as layer
+        elif config.plan.layers_block_type is not None:
+            from nanoengine.models.mamba_layers import NemotronHLayer as layer
+        return GenericDecoder(config, context, layer)
 
     @property
     def graph_safe(self) -> bool:

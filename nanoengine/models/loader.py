@@ -147,12 +147,6 @@ def model_class(config: ModelConfig) -> type[CausalLM]:
         from nanoengine.models.gemma4 import Gemma4LM
 
         return Gemma4LM
-    if config.plan.falcon_h1 is not None or config.plan.layers_block_type is not None:
-        from nanoengine.models import mamba_layers
-
-        return (
-            mamba_layers.NemotronHLM if config.plan.falcon_h1 is None else mamba_layers.FalconH1LM
-        )
     from nanoengine.models.generic import GenericLM
 
     return GenericLM
