@@ -96,8 +96,7 @@ class LLMMixin:
         return self.engine.reset_prefix_cache()
 
     def load_weights(
-        self,
-        weights: str | PathLike[str] | Mapping[str, Any] | Iterable[tuple[str, Any]],
+        self, weights: str | PathLike[str] | Mapping[str, Any] | Iterable[tuple[str, Any]]
     ) -> set[str]:
         """Replaces the model's weights; returns the names of the loaded tensors.
 

@@ -88,9 +88,7 @@ class EngineLock:
             raise EngineDeadError(self.why_closed)
 
 
-def exclusive(
-    when_busy: Literal["raise", "defer", "run"] = "raise",
-) -> Callable[[Method], Method]:
+def exclusive(when_busy: Literal["raise", "defer", "run"] = "raise") -> Callable[[Method], Method]:
     """Decorates a method of an object with a `lock`: the call waits until no other thread holds the
     lock, and runs before the thread that holds it can acquire it again.
 

@@ -279,7 +279,7 @@ class TritonMLABackend(TritonBackend):
                 COS_TOKEN=cos.stride(0), SIN_TOKEN=sin.stride(0),
                 CACHE=cache_constants(k_cache, k_cache), NUM_HEADS=num_heads, RANK=rank,
                 WIDTH=next_power_of_2(rank), ROPE=rope, HALF=next_power_of_2(rope // 2),
-                ROWS=ROPE_ROWS, EPS=eps, num_warps=2,
+                ROWS=ROPE_ROWS, EPS=eps, num_warps=2
             ),
             q, heads, vectors, cos, sin, weight, k_cache, batch.slot_mapping[spec.group],
         )  # fmt: skip

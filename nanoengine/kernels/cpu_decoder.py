@@ -42,12 +42,7 @@ from nanoengine.kernels.cpu_layers import (
     rms_norm,
     rotate_and_store,
 )
-from nanoengine.kernels.cpu_linear import (
-    ROW_BLOCK,
-    block_rows,
-    item_range,
-    plan_items,
-)
+from nanoengine.kernels.cpu_linear import ROW_BLOCK, block_rows, item_range, plan_items
 from nanoengine.kernels.gemm import PANEL, PANELS
 from nanoengine.kernels.jit import compiled, specialize
 from nanoengine.kernels.matmul import has_whole_panels, matmul, matmul_panels, to_operand

@@ -24,11 +24,7 @@ from nanoengine.kernels.cpu_linear import (
     native_weight,
     round_to_bf16,
 )
-from nanoengine.kernels.cpu_quantized import (
-    linear8,
-    linear8_panels,
-    quantize_groups,
-)
+from nanoengine.kernels.cpu_quantized import linear8, linear8_panels, quantize_groups
 from nanoengine.kernels.gemm import PANEL
 from nanoengine.kernels.int8_gemm import UNIT
 from nanoengine.kernels.jit import specialize

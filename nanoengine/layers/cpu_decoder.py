@@ -20,13 +20,7 @@ from nanoengine.attention.base import AttentionSpec, HeadNormWeights, Rotation
 from nanoengine.attention.batch import Batch
 from nanoengine.attention.cpu import NO_WINDOW, CPUBackend, norm_kind
 from nanoengine.kernels.argument_table import ArgumentTable, type_of
-from nanoengine.kernels.cpu_decoder import (
-    Attention,
-    ExpertMLP,
-    GatedMLP,
-    LayerTail,
-    decoder_layers,
-)
+from nanoengine.kernels.cpu_decoder import Attention, ExpertMLP, GatedMLP, LayerTail, decoder_layers
 from nanoengine.kernels.cpu_layers import GATES
 from nanoengine.kernels.cpu_linear import BF16_DOTS
 from nanoengine.kernels.gemm import PANEL

@@ -60,13 +60,13 @@ class CPUExperts:
             (
                 moe.score == "sigmoid", moe.num_groups, moe.groups_per_token, moe.best_of_group,
                 moe.norm_topk_prob, np.float32(moe.norm_min), np.float32(moe.norm_epsilon),
-                np.float32(moe.scaling_factor),
+                np.float32(moe.scaling_factor)
             ),
             _stack_operands([e.gate_up for e in all_experts], experts.gate_up_bias, 2 * inner),
             _stack_operands([e.down for e in all_experts], down_bias, experts.shape[2]),
             (
                 moe.num_experts, moe.num_experts_per_tok, experts.local,
-                GATES[all_experts[0].activation],
+                GATES[all_experts[0].activation]
             ),
         )  # fmt: skip
         linears = getattr(shared, "gate_up_proj", None), getattr(shared, "down_proj", None)

@@ -165,7 +165,7 @@ def route(
             GROUPS=moe.num_groups, GROUP_WIDTH=next_power_of_2(moe.num_groups),
             TOP_GROUPS=moe.groups_per_token, BEST=moe.best_of_group,
             NORMALIZED=moe.norm_topk_prob, EPSILON=moe.norm_epsilon,
-            MIN_TOTAL=moe.norm_min, FACTOR=moe.scaling_factor, **sizes,
+            MIN_TOTAL=moe.norm_min, FACTOR=moe.scaling_factor, **sizes
         ),
         ids, weights, counts, logits, logits if correction is None else correction, tokens, steps,
     )  # fmt: skip

@@ -64,7 +64,7 @@ def gated_rms_norm(
         kernels.gate_norm_kernel, (count, heads),
         Constants(
             GATE_ROW=gate.stride(0), HEADS=heads, SIZE=size, WIDTH=next_power_of_2(size),
-            EPS=eps, num_warps=1,
+            EPS=eps, num_warps=1
         ),
         out, x, gate, weight,
     )  # fmt: skip
@@ -140,7 +140,7 @@ class TritonDelta:
             Constants(
                 STATE_ROW=states.stride(0), KEY_HEADS=plan.num_key_heads,
                 VALUE_HEADS=plan.num_value_heads, KEY=plan.key_dim, VALUE=plan.value_dim,
-                KEYS=next_power_of_2(plan.key_dim), WIDTH=width, num_warps=4,
+                KEYS=next_power_of_2(plan.key_dim), WIDTH=width, num_warps=4
             ),
             out, mixed, decay, beta, states, reads, writes,
         )  # fmt: skip
@@ -168,7 +168,7 @@ class TritonDelta:
             kernels.delta_chunks_kernel, (len(pieces), heads),
             Constants(
                 KEY_HEADS=plan.num_key_heads, VALUE_HEADS=heads, KEY=key, VALUE=value, P=CHUNK,
-                K=SCAN_KEYS, num_warps=4, num_stages=1,
+                K=SCAN_KEYS, num_warps=4, num_stages=1
             ),
             *parts, mixed, decay, beta, pieces,
         )  # fmt: skip
@@ -177,7 +177,7 @@ class TritonDelta:
             kernels.delta_scan_kernel, (len(firsts) - 1, heads, cdiv(value, width)),
             Constants(
                 STATE_ROW=states.stride(0), HEADS=heads, KEY=key, VALUE=value, P=CHUNK,
-                K=SCAN_KEYS, WIDTH=width, num_warps=4, num_stages=1,
+                K=SCAN_KEYS, WIDTH=width, num_warps=4, num_stages=1
             ),
             out, states, *parts, pieces, firsts,
         )  # fmt: skip

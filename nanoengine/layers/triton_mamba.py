@@ -44,7 +44,7 @@ class TritonMamba:
             kernels.mamba_gates_kernel, (count,),
             Constants(
                 RAW_ROW=dt.stride(0), HEADS=heads, WIDTH=next_power_of_2(heads), DT_MIN=min_dt,
-                DT_MAX=max_dt, num_warps=1,
+                DT_MAX=max_dt, num_warps=1
             ),
             out, decay, dt, self.heads.a_log, self.heads.dt_bias,
         )  # fmt: skip

@@ -170,7 +170,7 @@ class InputBatch:
         tokens = self._gather_tokens(seq_rows, seq_starts, seq_counts)
         (
             token_ids, positions, slot_mapping, in_pool, pool_rows,
-            query_start_loc, device_seq_lens, block_tables, device_logits_indices, rows_on_device,
+            query_start_loc, device_seq_lens, block_tables, device_logits_indices, rows_on_device
         ) = ship(
             self._device, *tokens, offsets.astype(np.int32), seq_lens.astype(np.int32),
             self.block_tables[: self.num_kv_groups, seq_rows, :num_blocks],

@@ -81,9 +81,7 @@ class DraftModelRunner(ModelRunner):
         draft.groups = (KVGroup(layers=tuple(range(model.num_hidden_layers))),)
         draft.load()
         self.extra_block_bytes = kv_cache.block_bytes(
-            block_size=self.block_size,
-            num_layers=model.num_hidden_layers,
-            **draft.kv_sizes,
+            block_size=self.block_size, num_layers=model.num_hidden_layers, **draft.kv_sizes
         )
         layout, memory = super().start(), self.memory
         if model.max_position_embeddings < memory.max_model_len:

@@ -293,11 +293,7 @@ class Sampler:
         return copy
 
     def _sample_lines(
-        self,
-        logits: torch.Tensor,
-        processed: torch.Tensor,
-        rows: np.ndarray,
-        positions: np.ndarray,
+        self, logits: torch.Tensor, processed: torch.Tensor, rows: np.ndarray, positions: np.ndarray
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Samples one token per line: ids [L] int64, and whether each is valid, [L] bool.
 
