@@ -35,7 +35,7 @@ SAMPLING = {
 """Keys of `general.sampling` -> keys of generation_config.json."""
 BIASES = {
     "qkv_bias": (".q_proj.bias", ".qkv_proj.bias"), "output_bias": (".o_proj.bias",),
-    "mlp_bias": (".mlp.down_proj.bias",), "lm_head_bias": ("lm_head.bias",),
+    "mlp_bias": (".mlp.down_proj.bias",),
 }
 """Field of `LayerConfig` -> suffixes of tensor names that show that it is set. Why not a key: no
 file has one."""

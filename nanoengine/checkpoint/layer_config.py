@@ -149,7 +149,6 @@ class LayerConfig:
         embedding_multiplier, residual_multiplier, logit_scale: factors on the embeddings, on the
             outputs of attention and MLP before they are added to the residual, and on logits.
         final_logit_softcapping: as attn_logit_softcapping, on logits.
-        lm_head_bias: logits have biases.
     Checkpoint:
         fused_qkv: q, k and v are one tensor in the checkpoint. "parts": all queries, then all keys,
             then all values; "heads": for each KV head its queries, its key and its value.
@@ -186,7 +185,6 @@ class LayerConfig:
     residual_multiplier: float = 1.0
     logit_scale: float = 1.0
     final_logit_softcapping: float | None = None
-    lm_head_bias: bool = False
 
     fused_qkv: Literal[False, "parts", "heads"] = False
     fused_gate_up: bool = False

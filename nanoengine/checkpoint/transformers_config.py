@@ -48,13 +48,9 @@ def sizes_of(directory: Path) -> dict[str, Any]:
     window = getattr(config, "sliding_window", None)
     other = {*kinds} - {FULL, SLIDING}
     ropes = getattr(config, "rope_parameters", None) or {}
-    found = {
-        str(rope.get("rope_type")) for rope in (ropes, *ropes.values()) if isinstance(rope, dict)
-    }
-    if by_length := found & {*BY_LENGTH}:
-        other |= by_length
-    if getattr(config, "quantization_config", None):
-        other |= {"quantization_config"}
+    every_rope = [rope for rope in (ropes, *ropes.values()) if isinstance(rope, dict)]
+    other |= {rope["rope_type"] for rope in every_rope if rope.get("rope_type") in BY_LENGTH}
+    other |= {"quantization_config"} if getattr(config, "quantization_config", None) else set()
     if other:
         raise UnsupportedModelError(
             f"{name} cannot run in transformers' modules: it has {', '.join(sorted(other))};"

@@ -29,7 +29,7 @@ from nanoengine.attention.batch import Batch
 from nanoengine.checkpoint.config import ModelConfig
 from nanoengine.checkpoint.layer_config import LayerConfig
 from nanoengine.checkpoint.rope import RopeConfig
-from nanoengine.checkpoint.slots import WeightSlot, full_slots
+from nanoengine.checkpoint.slots import WeightSlot
 from nanoengine.errors import ConfigError
 from nanoengine.layers import layouts
 from nanoengine.layers.embedding import Embedding, OutputHead
@@ -61,8 +61,7 @@ class GenericLM(CausalLM):
         self.model = self.make_decoder(config, context)
         plan, tied = config.plan, config.tie_word_embeddings
         softcap, scales = plan.final_logit_softcapping is not None, plan.logit_scale != 1
-        is_plain = not (softcap or scales or plan.lm_head_bias)
-        head = OutputHead if is_plain else partial(SoftcapLMHead, plan)
+        head = OutputHead if not (softcap or scales) else partial(SoftcapLMHead, plan)
         self.lm_head = head("lm_head", self.model.embed_tokens, tied=tied, context=context)
         if config.states is not None:
             from nanoengine.models.linear_attention import RecurrentLayer
@@ -84,7 +83,7 @@ class GenericLM(CausalLM):
 
 
 class SoftcapLMHead(OutputHead):
-    """An output head with scaled logits, biases, or a soft cap.
+    """An output head with scaled logits, or a soft cap.
 
     Why the hidden states are scaled, not the logits: they have fewer elements.
     """
@@ -94,22 +93,17 @@ class SoftcapLMHead(OutputHead):
     ) -> None:
         super().__init__(*arguments, context=context, tied=tied)
         self.scale, self.cap = plan.logit_scale, plan.final_logit_softcapping
-        self.bias = context.parameter(self.shape[0]) if plan.lm_head_bias else None
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        logits = super().forward(self._scale(hidden))
-        return self._softcap(logits if self.bias is None else logits + self.bias)
+        return self._softcap(super().forward(self._scale(hidden)))
 
     def argmax(
         self, hidden: torch.Tensor, masks: Masks | None = None
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        if self.ranks > 1 or self.bias is not None:
+        if self.ranks > 1:
             return None
         found = self.method.argmax(self._scale(hidden), self.cap, masks)
         return None if found is None else (found[0], self._softcap(found[1]))
-
-    def weight_slots(self, path: str) -> dict[str, WeightSlot]:
-        return super().weight_slots(path) | full_slots(path, bias=self.bias)
 
     def _scale(self, hidden: torch.Tensor) -> torch.Tensor:
         return hidden if self.scale == 1 else hidden * self.scale

@@ -12,8 +12,6 @@ over cached keys and values, in one step and in two. Called by `loader.py`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -165,8 +163,8 @@ class TransformersLM(Layer):
         options = {"dtype": context.stored_dtype, "attn_implementation": INTERFACE}
         try:
             if dummy:
-                settings = AutoConfig.from_pretrained(directory)
-                self.whole = AutoModelForCausalLM.from_config(settings, **options)
+                source = AutoConfig.from_pretrained(directory)
+                self.whole = AutoModelForCausalLM.from_config(source, **options)
             else:
                 self.whole = AutoModelForCausalLM.from_pretrained(directory, **options)
             self.whole.eval().requires_grad_(False).to(context.device)
@@ -263,19 +261,14 @@ class TransformersLM(Layer):
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[L, hidden_size] -> [L, vocab_size], with what the model does to its logits."""
-        with self._body_replaced(hidden):
-            ids = torch.zeros(1, len(hidden), dtype=torch.long, device=hidden.device)
+        modules, name = self.whole._modules, self.whole.base_model_prefix
+        self.hidden.states, body = hidden, modules[name]
+        ids = torch.zeros(1, len(hidden), dtype=torch.long, device=hidden.device)
+        modules[name] = self.hidden
+        try:
             return self.whole(input_ids=ids, use_cache=False).logits[0]
+        finally:
+            modules[name] = body
 
     def most_likely(self, hidden: torch.Tensor, masks: object = None) -> None:
         """Returns None: the head is transformers' own, so all logits are computed."""
-
-    @contextmanager
-    def _body_replaced(self, hidden: torch.Tensor) -> Iterator[None]:
-        name = self.whole.base_model_prefix
-        self.hidden.states, body = hidden, self.whole._modules[name]
-        self.whole._modules[name] = self.hidden
-        try:
-            yield
-        finally:
-            self.whole._modules[name] = body

@@ -125,8 +125,6 @@ KIMI = r"\p{Han}+|" + GPT4O.replace(r"\p{M}]", r"\p{M}&&[^\p{Han}]]").replace(r"
 EXAONE = QWEN2.replace(r"]?\p{L}+", r"]?(?:\p{L}\p{M}*(?: \p{L}\p{M}*)*)+").replace(
     r"[\r\n]*|\s*[\r\n]+", r"[\r\n/]?|\s*[\r\n]"
 )
-JAIS = LLAMA3.removesuffix(r"\s+(?!\S)|\s+")
-JAIS += "".join(rf"\s{{{1 << i}}}(?!\S)|" for i in range(9, 1, -1)) + r"\s{1,2}(?!\S)|\s"
 VIKING = (r" ?[^(\s|.,!?\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c)]+", r"\p{N}")
 DEFAULT = (r"[\p{P}\$\+<=>\^~\|]+", GPT2, r"\p{N}+", "[0-9][0-9][0-9]")
 
@@ -147,7 +145,6 @@ PRE_TOKENIZERS = {
         ("dbrx smaug-bpe chatglm-bpe", ByteBPE([LLAMA3])),
         ("glm4", ByteBPE([LLAMA3], ignore_merges=True)),
         ("minicpm5", ByteBPE([UP_TO_3_DIGITS, LLAMA3], ignore_merges=True)),
-        ("jais-2", ByteBPE([JAIS])),
         ("tekken", ByteBPE([TEKKEN], ignore_merges=True, bos=True)),
         ("gpt-4o llama4 minimax-m2 kanana2", ByteBPE([GPT4O])),
         ("tiny_aya", ByteBPE([DIGITS_FROM_RIGHT % r"\b", GPT4O], nfc=True)),

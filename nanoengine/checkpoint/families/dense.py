@@ -114,20 +114,6 @@ FAMILIES: dict[str, Family] = {
         rope_theta_keys=("rope_theta", "rope_theta"), names=POST_NORM_NAMES,
         gguf=files("olmo2", when=has("attention.sliding_window"), full_every=4),
     ),
-    "PhiForCausalLM": Family(
-        "phi",
-        layers=layer(
-            only={"hidden_act": ("gelu_new",)}, norms="parallel", norm="layer", norm_bias=True,
-            gated_mlp=False, hidden_act=GELU, qkv_bias=True, output_bias=True, mlp_bias=True,
-            lm_head_bias=True,
-        ),
-        partial_rotary=True, norm_eps="layer_norm_eps",
-        names={
-            "model.norm": "model.final_layernorm", "o_proj": "dense", "up_proj": "fc1",
-            "down_proj": "fc2",
-        },
-        gguf=files("phi2"),
-    ),
     "Phi3ForCausalLM": Family(
         "phi3", layers=layer(fused_qkv="parts", fused_gate_up=True), windows=WINDOW,
         partial_rotary=True, defaults={"original_max_position_embeddings": 4096},
@@ -153,23 +139,6 @@ FAMILIES: dict[str, Family] = {
         "smollm3", layers=layer(**LLAMA), rope_layers=family.smollm_rope,
         windows=family.windows(family.smollm_window, needs_flag=True),
         gguf=files("smollm3", interleaved=True),
-    ),
-    "StableLmForCausalLM": Family(
-        "stablelm",
-        layers=layer(
-            norms=key("use_parallel_residual", lambda on: "parallel" if on else "pre"),
-            norm="layer", norm_bias=True, qkv_bias=key("use_qkv_bias"),
-        ),
-        partial_rotary=True, norm_eps="layer_norm_eps", gguf=files("stablelm"),
-    ),
-    "Starcoder2ForCausalLM": Family(
-        "starcoder2",
-        layers=layer(
-            only={"hidden_act": (GELU,)}, norm="layer", norm_bias=True, gated_mlp=False,
-            hidden_act=GELU, **biases("use_bias"),
-        ),
-        windows=WINDOW, names={"up_proj": "c_fc", "down_proj": "c_proj"},
-        norm_eps="norm_epsilon", gguf=files("starcoder2"),
     ),
 }
 # fmt: on
