@@ -57,10 +57,10 @@ def paged_attention(
     """transformers' attention function: query [1, H, T, D], key and value [1, K, T, D] ->
     [1, T, H, D]. The other arguments are transformers' own."""
     q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
-    step: Step = module.step  # type: ignore[assignment]
-    if step.batch is not None:
-        attention: Attention = module.paged  # type: ignore[assignment]
-        return attention.backend.forward(q, k, v, attention.cache, step.batch)[None], None
+    model: TransformersLM = vars(module)["model_of_step"]
+    if model.batch is not None:
+        paged: Attention = vars(module)["paged"]
+        return paged.backend.forward(q, k, v, paged.cache, model.batch)[None], None
     if q.shape[2] != v.shape[2]:
         raise UnsupportedModelError("its keys and values have different head sizes")
     spec = AttentionSpec(
@@ -68,11 +68,11 @@ def paged_attention(
         num_kv_heads=k.shape[1],
         head_dim=q.shape[2],
         scale=q.shape[2] ** -0.5 if scaling is None else float(scaling),
-        sliding_window=step.windows[len(step.calls) % len(step.windows)],
+        sliding_window=model.windows[len(model.calls) % len(model.windows)],
         softcap=softcap,
         sinks=None if s_aux is None else s_aux.float(),
     )
-    return step.probe(module, spec, q, k, v)[None].contiguous(), None
+    return model.attend_probe(module, spec, q, k, v)[None].contiguous(), None
 
 
 AttentionInterface.register(INTERFACE, paged_attention)
@@ -80,35 +80,6 @@ AttentionInterface.register(INTERFACE, paged_attention)
 
 Call = tuple[nn.Module, AttentionSpec]
 """An attention module, and what it computes."""
-
-
-class Step:
-    """What the attention modules of a model share in one forward.
-
-    Attributes:
-        batch: the engine's step; None: a probe, whose keys and values are kept in `past`.
-        calls: the probe's calls in order.
-        windows: per layer its sliding window in the probe, or None.
-    """
-
-    def __init__(self, windows: list[int | None]) -> None:
-        self.batch: Batch | None = None
-        self.windows = windows
-        self.calls: list[Call] = []
-        self.past: dict[nn.Module, tuple[torch.Tensor, torch.Tensor]] = {}
-
-    def probe(
-        self, module: nn.Module, spec: AttentionSpec, q: torch.Tensor, k: torch.Tensor,
-        v: torch.Tensor,
-    ) -> torch.Tensor:  # fmt: skip
-        """Attention of T tokens over the probe's earlier tokens and themselves."""
-        self.calls.append((module, spec))
-        if module in self.past:
-            k, v = (torch.cat(pair) for pair in zip(self.past[module], (k, v), strict=True))
-        self.past[module] = k, v
-        keys = torch.arange(len(k), device=k.device)
-        naive = NaiveBackend(device=q.device, dtype=q.dtype, head_dim=spec.head_dim, block_size=16)
-        return naive.attend_dense(q, k, v, keys[len(k) - len(q) :], keys, spec)
 
 
 class SwappedLinear(Layer):
@@ -146,10 +117,18 @@ class Hidden(nn.Module):
 class TransformersLM(Layer):
     """A language model on one rank; see the module. It has `CausalLM`'s interface.
 
+    Attributes:
+        batch: the engine's step; None: a probe, whose keys and values are kept in `past`.
+        calls: the probe's calls in order.
+        windows: per layer its sliding window in the probe, or None.
+
     Raises:
         UnsupportedModelError: names what transformers' modules do that the cache can't hold.
     """
 
+    batch: Batch | None
+    calls: list[Call]
+    past: dict[nn.Module, tuple[torch.Tensor, torch.Tensor]]
     graph_safe = False
     recurrent_layers: tuple[Layer, ...] = ()
     key_factors = ()
@@ -158,8 +137,8 @@ class TransformersLM(Layer):
         self, config: ModelConfig, directory: Path, context: ModelContext, *, dummy: bool
     ) -> None:
         super().__init__()
-        windows = [window and PROBE_WINDOW for window in config.sliding_windows]
-        self.config, self.step, self.hidden = config, Step(windows), Hidden()
+        self.config, self.hidden, self.batch = config, Hidden(), None
+        self.windows = [window and PROBE_WINDOW for window in config.sliding_windows]
         options = {"dtype": context.stored_dtype, "attn_implementation": INTERFACE}
         try:
             if dummy:
@@ -169,14 +148,14 @@ class TransformersLM(Layer):
                 self.whole = AutoModelForCausalLM.from_pretrained(directory, **options)
             self.whole.eval().requires_grad_(False).to(context.device)
             for module in self.whole.modules():
-                vars(module)["step"] = self.step
+                vars(module)["model_of_step"] = self
             text = self.whole.config.get_text_config(decoder=True)
-            if any(windows):  # masks read it in each forward
+            if any(self.windows):  # masks read it in each forward
                 text.sliding_window = PROBE_WINDOW
             calls = self.check(*self.probe(context.device))
             self.swap_linears(context)
             self.whole.to(context.dtype)
-            self.step.calls, self.step.past = [], {}
+            self.calls, self.past = [], {}
             first = torch.zeros(1, dtype=torch.long, device=context.device)
             self.logits(self.body(first, first))  # some modules read a linear layer's weight
         except Exception as error:  # transformers' modules raise anything
@@ -189,7 +168,7 @@ class TransformersLM(Layer):
         ]
         for (module, _), attention in zip(calls, self.attention_layers, strict=True):
             vars(module)["paged"] = attention
-        self.step.calls, self.step.past = [], {}
+        self.calls, self.past = [], {}
 
     def swap_linears(self, context: ModelContext) -> None:
         """Replaces the body's linear layers by this engine's. The head stays: it may be tied."""
@@ -214,14 +193,26 @@ class TransformersLM(Layer):
         self.whole.set_attn_implementation(INTERFACE)
         found = []
         for cuts in ((0, PROBE_SPLIT, PROBE_TOKENS), (0, PROBE_TOKENS)):
-            self.step.calls, self.step.past = [], {}
+            self.calls, self.past = [], {}
             positions = torch.arange(PROBE_TOKENS, device=device)
             parts = [
                 self.body(ids[first:end], positions[first:end]) for first, end in pairwise(cuts)
             ]
             found.append(self.logits(torch.cat(parts)))
-        self.step.past = {}
         return expected, found
+
+    def attend_probe(
+        self, module: nn.Module, spec: AttentionSpec, q: torch.Tensor, k: torch.Tensor,
+        v: torch.Tensor,
+    ) -> torch.Tensor:  # fmt: skip
+        """Attention of T tokens over the probe's earlier tokens and themselves."""
+        self.calls.append((module, spec))
+        if module in self.past:
+            k, v = (torch.cat(pair) for pair in zip(self.past[module], (k, v), strict=True))
+        self.past[module] = k, v
+        keys = torch.arange(len(k), device=k.device)
+        naive = NaiveBackend(device=q.device, dtype=q.dtype, head_dim=spec.head_dim, block_size=16)
+        return naive.attend_dense(q, k, v, keys[len(k) - len(q) :], keys, spec)
 
     def check(self, expected: torch.Tensor, found: list[torch.Tensor]) -> list[Call]:
         """Returns the probe's calls, one per layer.
@@ -229,7 +220,7 @@ class TransformersLM(Layer):
         Raises:
             UnsupportedModelError: logits differ, or the calls don't agree with the config.
         """
-        config, calls = self.config, self.step.calls
+        config, calls = self.config, self.calls
         shapes = {(spec.num_heads, spec.num_kv_heads, spec.head_dim) for _, spec in calls}
         heads = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         limit = max(TOLERANCE, torch.finfo(expected.dtype).eps) * float(expected.abs().max())
@@ -255,7 +246,7 @@ class TransformersLM(Layer):
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """Returns the hidden states of the step's rows that give logits, [L, hidden_size]."""
-        self.step.batch = batch
+        self.batch = batch
         hidden = self.body(batch.token_ids.long(), batch.positions.long())
         return hidden if batch.logits_indices is None else hidden[batch.logits_indices]
 

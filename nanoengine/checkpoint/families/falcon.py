@@ -5,20 +5,11 @@ from __future__ import annotations
 from nanoengine.checkpoint.config_reader import ConfigReader, Json
 from nanoengine.checkpoint.families.family import Family, biases, layer
 
-ACTIVATIONS = {"gelu_fast": "gelu_pytorch_tanh", "gelu_new": "gelu_pytorch_tanh"}
-ACTIVATIONS |= {name: name for name in ("gelu", "gelu_pytorch_tanh", "relu2", "silu")}
-"""`hidden_act` in config.json -> `LayerConfig.hidden_act`."""
 USUAL_KEYS = {
     "n_layer": "num_hidden_layers", "n_head": "num_attention_heads",
     "ffn_hidden_size": "intermediate_size", "activation": "hidden_act",
     "num_kv_heads": "num_key_value_heads",
 }  # fmt: skip
-
-
-def activation(keys: ConfigReader) -> str:
-    """The activation of the MLP, which has no gate."""
-    keys.require_one_of("hidden_act", *ACTIVATIONS)
-    return ACTIVATIONS[keys.get("hidden_act")]
 
 
 def normalize(raw: Json) -> Json:
@@ -54,8 +45,8 @@ FAMILIES: dict[str, Family] = {
     "FalconForCausalLM": Family(
         "falcon", normalize,
         layers=layer(
-            norms=norms, norm="layer", norm_bias=True, gated_mlp=False, hidden_act=activation,
-            fused_qkv="heads", **biases("bias"),
+            only={"hidden_act": ("gelu",)}, norms=norms, norm="layer", norm_bias=True,
+            gated_mlp=False, hidden_act="gelu", fused_qkv="heads", **biases("bias"),
         ),
         defaults={"max_position_embeddings": 2048}, names=names, norm_eps="layer_norm_epsilon",
         intermediate_size=
