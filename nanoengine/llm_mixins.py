@@ -37,7 +37,7 @@ if TYPE_CHECKING:
         PoolingRequestOutput,
         ScoringRequestOutput,
     )
-    from nanoengine.features.pooling import Pooler, PoolRequests
+    from nanoengine.features.pooling import PoolingTasks, PoolRequests
     from nanoengine.text.prompt_forms import Row
 
     Prompt = str | Sequence[int] | Mapping[str, Any] | Row
@@ -282,10 +282,10 @@ class LLMMixin:
         return requests.finish(self.generate(requests.prompts, requests.params, **options))
 
     @functools.cached_property
-    def _pools(self) -> Pooler:
-        from nanoengine.features.pooling import Pooler
+    def _pools(self) -> PoolingTasks:
+        from nanoengine.features.pooling import PoolingTasks
 
-        return Pooler(self.config, self.info.max_model_len, lambda: self.tokenizer)
+        return PoolingTasks(self.config, self.info.max_model_len, lambda: self.tokenizer)
 
     def beam_search(
         self,

@@ -76,13 +76,13 @@ def main(args: EmbedArgs) -> int:
     pooling_params = PoolingParams(
         dimensions=args.dimensions, pooling=args.pooling, truncate_prompt_tokens=max_tokens
     )
-    from nanoengine.features.pooling import Pooler
+    from nanoengine.features.pooling import PoolingTasks
     from nanoengine.llm import LLM
 
     vectors: dict[int, np.ndarray] = {}
     errors: dict[int, str] = {}
     with LLM(**engine_options(args)) as llm:
-        pools = Pooler(llm.config, llm.info.max_model_len, lambda: llm.tokenizer)
+        pools = PoolingTasks(llm.config, llm.info.max_model_len, lambda: llm.tokenizer)
         params, locations = pools.embed([], pooling_params).params, dict[int, str]()
 
         def rows() -> Iterator[Row]:

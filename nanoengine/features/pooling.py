@@ -7,7 +7,7 @@
       probs, reward  score.weight [classes, hidden_size]
       score          cosine of two embeddings; a head with one class; one answer among several
 
-`Pooler` reads a checkpoint's pooling configuration and its small heads. The heads are applied here,
+`PoolingTasks` reads a checkpoint's pooling configuration and its small heads. The heads are applied here,
 on the host: engines only return hidden states. Called by `LLM` and jobs/pooled.py.
 """
 
@@ -99,7 +99,7 @@ class PoolRequests(NamedTuple):
     finish: Callable[[list[RequestOutput]], list[Any]]
 
 
-class Pooler:
+class PoolingTasks:
     """Pooling for one checkpoint. Each part is read when it is first used.
 
     Args:

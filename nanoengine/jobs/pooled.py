@@ -24,7 +24,7 @@ from nanoengine.settings.pooling import POOLING_PARAMS, PooledParams, PoolingPar
 
 if TYPE_CHECKING:
     from nanoengine.features.pooled_outputs import PoolingRequestOutput
-    from nanoengine.features.pooling import Pooler, PoolRequests
+    from nanoengine.features.pooling import PoolingTasks, PoolRequests
     from nanoengine.outputs import RequestOutput
 
 KINDS = {
@@ -51,7 +51,7 @@ ENCODINGS = ("float", "base64")
 
 
 def read(
-    kind: str, body: Mapping[str, Any], pools: Pooler
+    kind: str, body: Mapping[str, Any], pools: PoolingTasks
 ) -> tuple[list[Any], PooledParams, Callable[[list[RequestOutput]], dict[str, Any]]]:
     """The prompts of a row, their parameters, and a function that makes the body of its response.
 
@@ -76,7 +76,7 @@ def read(
     return request.prompts, request.params, make_body
 
 
-def _pooling_request(kind: str, body: Mapping[str, Any], pools: Pooler) -> PoolRequests:
+def _pooling_request(kind: str, body: Mapping[str, Any], pools: PoolingTasks) -> PoolRequests:
     params = PoolingParams(**{name: body[name] for name in _PARAMS if name in body})
     options = {name: body[name] for name in _SCORE_OPTIONS if name in body}
     if kind == "score":

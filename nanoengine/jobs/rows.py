@@ -35,7 +35,7 @@ from nanoengine.text.rendering import Renderer
 
 if TYPE_CHECKING:
     from nanoengine.features.output_parser import OutputParser
-    from nanoengine.features.pooling import Pooler
+    from nanoengine.features.pooling import PoolingTasks
     from nanoengine.settings.config import EngineConfig
     from nanoengine.text.tokenizer import Tokenizer
 
@@ -196,7 +196,7 @@ class RowOptions:
 
 def reader_args(
     model: str, config: EngineConfig, info: Any, tokenizer: Callable[[], Tokenizer]
-) -> tuple[str, Mapping[str, Any], Callable[[], Any], Callable[[], Pooler]]:
+) -> tuple[str, Mapping[str, Any], Callable[[], Any], Callable[[], PoolingTasks]]:
     """The arguments of a `RowReader` after its options, for a model.
 
     Args:
@@ -205,10 +205,10 @@ def reader_args(
     """
 
     @functools.cache
-    def pools() -> Pooler:
-        from nanoengine.features.pooling import Pooler
+    def pools() -> PoolingTasks:
+        from nanoengine.features.pooling import PoolingTasks
 
-        return Pooler(config, info.max_model_len, tokenizer)
+        return PoolingTasks(config, info.max_model_len, tokenizer)
 
     def template() -> Any:
         return None if config.skip_tokenizer_init else tokenizer().chat_template
@@ -236,7 +236,7 @@ class RowReader:
         model: str = "",
         defaults: Mapping[str, Any] | None = None,
         chat_template: Callable[[], Any] = str,
-        pools: Callable[[], Pooler] | None = None,
+        pools: Callable[[], PoolingTasks] | None = None,
     ) -> None:
         self._options, self._pools = options, pools
         self._chat_template = functools.cache(chat_template)

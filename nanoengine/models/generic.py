@@ -53,7 +53,13 @@ Norm = RMSNorm | LayerNorm | None
 
 
 class GenericLM(CausalLM):
-    """A language model of any family, on one rank."""
+    """A language model of any family, on one rank.
+
+    Attributes:
+        layer_class: the class of its layers; None: `GenericLayer`.
+    """
+
+    layer_class: type[GenericLayer] | None = None
 
     def __init__(self, config: ModelConfig, context: ModelContext) -> None:
         Layer.__init__(self)
@@ -70,12 +76,7 @@ class GenericLM(CausalLM):
 
     def make_decoder(self, config: ModelConfig, context: ModelContext) -> GenericDecoder:
         """Makes embedding, layers and last norm."""
-        layer = GenericLayer
-        if config.plan.falcon_h1 is not None:
-            from nanoengine.models.mamba_layers import FalconH1Layer as layer
-        elif config.plan.layers_block_type is not None:
-            from nanoengine.models.mamba_layers import NemotronHLayer as layer
-        return GenericDecoder(config, context, layer)
+        return GenericDecoder(config, context, self.layer_class or GenericLayer)
 
     @property
     def graph_safe(self) -> bool:

@@ -3,7 +3,7 @@
     FalconH1Layer    Mamba and attention in parallel, each with multipliers (Falcon-H1)
     NemotronHLayer   one norm and one block: Mamba, attention, MLP or experts (Nemotron-H)
 
-`GenericLM` uses them for configs of these families.
+`loader.py` uses them for configs of these families.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from nanoengine.models.decoder import select_rows
 from nanoengine.models.generic import (
     GenericAttention,
     GenericLayer,
+    GenericLM,
     make_mixer,
     make_mlp,
 )
@@ -89,3 +90,15 @@ class NemotronHLayer(GenericLayer):
         if self.mixer is None:
             return self.mlp(select_rows(x, rows)), select_rows(residual, rows)
         return self.mixer(x, rotations[self.rotation], batch, rows), select_rows(residual, rows)
+
+
+class FalconH1LM(GenericLM):
+    """Falcon-H1."""
+
+    layer_class = FalconH1Layer
+
+
+class NemotronHLM(GenericLM):
+    """Nemotron-H."""
+
+    layer_class = NemotronHLayer

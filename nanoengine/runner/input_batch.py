@@ -108,11 +108,8 @@ class InputBatch:
             self.token_ids[row, position] = token_id
             self.pool_positions[row] = -1
         for row, group, start, block_ids in plan.table_updates:
-            ids = (
-                np.multiply(block_ids, self.layers_per_slice[group])
-                if self.layers_per_slice
-                else block_ids
-            )
+            factors = self.layers_per_slice
+            ids = np.multiply(block_ids, factors[group]) if factors else block_ids
             self.block_tables[group, row, start : start + len(block_ids)] = ids
         if plan.draft_token_ids:
             ends = np.add(plan.starts, plan.num_scheduled_tokens)
