@@ -7,8 +7,8 @@
       probs, reward  score.weight [classes, hidden_size]
       score          cosine of two embeddings; a head with one class; one answer among several
 
-`PoolingTasks` reads a checkpoint's pooling configuration and its small heads. The heads are applied here,
-on the host: engines only return hidden states. Called by `LLM` and jobs/pooled.py.
+`PoolingTasks` reads a checkpoint's pooling configuration and its small heads. The heads are
+applied here, on the host: engines only return hidden states. Called by `LLM` and jobs/pooled.py.
 """
 
 from __future__ import annotations
