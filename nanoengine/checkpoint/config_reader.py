@@ -91,7 +91,6 @@ SCHEMA: dict[str, Key] = {
         Key(float, 0, 1, 1e-5, gguf="attention.layer_norm_epsilon"),
     ),
     **_each("qk_layernorm use_qk_norm", _REJECT_FLAG),
-    "use_parallel_residual": _REJECT_FLAG._replace(gguf="use_parallel_residual"),
     **_each("use_post_norm use_sandwich_norm use_attention_gate", Key(bool, default=True)),
     # attention
     "num_attention_heads": Key(int, 1, 2**16, gguf="attention.head_count"),

@@ -59,12 +59,9 @@ def sizes_of(directory: Path) -> dict[str, Any]:
         )
     heads = config.num_attention_heads
     logger.info("%s has no native implementation: transformers' modules compute it", name)
-    return {
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
+    equal = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
+    return {key: getattr(config, key) for key in equal} | {
         "intermediate_size": getattr(config, "intermediate_size", None) or config.hidden_size,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
         "num_key_value_heads": getattr(config, "num_key_value_heads", None) or heads,
         "head_dim": getattr(config, "head_dim", None) or config.hidden_size // heads,
         "max_position_embeddings": getattr(config, "max_position_embeddings", None) or 2**20,

@@ -64,10 +64,8 @@ def load_model(
         )
     if config.model_impl == "transformers":
         if context.shard.world_size > 1:
-            raise ConfigError(
-                f"tensor_parallel_size={context.shard.world_size} is not supported for"
-                f" {config.architecture}, which transformers' modules compute; supported: 1"
-            )
+            what = f"{config.architecture}, which transformers' modules compute"
+            raise ConfigError(f"tensor_parallel_size must be 1 for {what}")
         from nanoengine.models.transformers_backend import TransformersLM
 
         return TransformersLM(config, Path(directory), context, dummy=load_format == "dummy")

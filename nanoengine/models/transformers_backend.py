@@ -126,18 +126,14 @@ class TransformersLM(Layer):
         UnsupportedModelError: names what transformers' modules do that the cache can't hold.
     """
 
-    batch: Batch | None
-    calls: list[Call]
-    past: dict[nn.Module, tuple[torch.Tensor, torch.Tensor]]
-    graph_safe = False
-    recurrent_layers: tuple[Layer, ...] = ()
-    key_factors = ()
+    graph_safe, recurrent_layers, key_factors = False, (), ()
 
     def __init__(
         self, config: ModelConfig, directory: Path, context: ModelContext, *, dummy: bool
     ) -> None:
         super().__init__()
-        self.config, self.hidden, self.batch = config, Hidden(), None
+        self.config, self.hidden = config, Hidden()
+        self.batch: Batch | None = None
         self.windows = [window and PROBE_WINDOW for window in config.sliding_windows]
         options = {"dtype": context.stored_dtype, "attn_implementation": INTERFACE}
         try:
@@ -157,7 +153,7 @@ class TransformersLM(Layer):
             self.whole.to(context.dtype)
             self.calls, self.past = [], {}
             first = torch.zeros(1, dtype=torch.long, device=context.device)
-            self.logits(self.body(first, first))  # some modules read a linear layer's weight
+            self.logits(self.body(first, first))  # fails if a module reads a swapped weight
         except Exception as error:  # transformers' modules raise anything
             raise UnsupportedModelError(
                 f"{config.architecture} cannot run in transformers' modules: {truncate(error)}"
