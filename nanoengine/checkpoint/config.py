@@ -280,6 +280,8 @@ def _text_part(raw: Json) -> tuple[Json, str, bool]:
                 )
             outside = {k: values[k] for k in families.OUTER_KEYS if values.get(k) is not None}
             return {**text, **outside}, by_type[kind], True
+    if values.get("model_type") == "exaone":  # its files may name Llama's class
+        names = ["ExaoneForCausalLM"]
     for name in names:
         if name in FAMILIES:
             return raw, name, False

@@ -13,12 +13,9 @@ from typing import Any
 from nanoengine.checkpoint.config_reader import Json
 from nanoengine.checkpoint.layer_config import FULL, SLIDING, LayerConfig
 from nanoengine.errors import UnsupportedModelError
-from nanoengine.settings.checks import quoted
+from nanoengine.settings.checks import truncate
 
 logger = logging.getLogger(__name__)
-
-BY_LENGTH = ("dynamic", "longrope")
-"""RoPE types whose angles depend on the longest sequence of a step."""
 
 
 def is_decoder(raw: Json) -> bool:
@@ -39,17 +36,19 @@ def sizes_of(directory: Path) -> dict[str, Any]:
 
     try:
         config = AutoConfig.from_pretrained(directory).get_text_config(decoder=True)
+        layers, heads = config.num_hidden_layers, config.num_attention_heads
     except Exception as error:  # its config classes raise anything
         raise UnsupportedModelError(
-            f"transformers rejects {directory / 'config.json'}: {quoted(str(error))}"
+            f"{directory} cannot run in transformers' modules: {truncate(error)}"
         ) from error
     name = config.model_type
-    layers, kinds = config.num_hidden_layers, getattr(config, "layer_types", None) or []
+    kinds = getattr(config, "layer_types", None) or []
     window = getattr(config, "sliding_window", None)
     other = {*kinds} - {FULL, SLIDING}
     ropes = getattr(config, "rope_parameters", None) or {}
     every_rope = [rope for rope in (ropes, *ropes.values()) if isinstance(rope, dict)]
-    other |= {rope["rope_type"] for rope in every_rope if rope.get("rope_type") in BY_LENGTH}
+    # Why: their angles depend on the longest sequence of a step.
+    other |= {rope.get("rope_type") for rope in every_rope} & {"dynamic", "longrope"}
     other |= {"quantization_config"} if getattr(config, "quantization_config", None) else set()
     if other:
         raise UnsupportedModelError(
@@ -57,8 +56,7 @@ def sizes_of(directory: Path) -> dict[str, Any]:
             " supported: full and sliding-window attention, RoPE that does not depend on the length"
             " of other sequences, and weights in floats"
         )
-    heads = config.num_attention_heads
-    logger.info("%s has no native implementation: transformers' modules compute it", name)
+    logger.warning("%s has no native implementation: transformers' modules compute it", name)
     equal = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
     return {key: getattr(config, key) for key in equal} | {
         "intermediate_size": getattr(config, "intermediate_size", None) or config.hidden_size,

@@ -38,9 +38,6 @@ ROUTERS = ("gate", "router", "classifier", "wg")
 """Last parts of the names of linear layers that stay transformers' own. Why: a rounded router would
 choose other experts."""
 PROBE_TOKENS, PROBE_SPLIT, PROBE_WINDOW = 9, 5, 4
-TOLERANCE = 1e-4
-"""Largest mean difference of logits, relative to the largest logit; or the dtype's epsilon, if that
-is larger."""
 
 
 def paged_attention(
@@ -76,10 +73,6 @@ def paged_attention(
 
 
 AttentionInterface.register(INTERFACE, paged_attention)
-
-
-Call = tuple[nn.Module, AttentionSpec]
-"""An attention module, and what it computes."""
 
 
 class SwappedLinear(Layer):
@@ -148,10 +141,10 @@ class TransformersLM(Layer):
             text = self.whole.config.get_text_config(decoder=True)
             if any(self.windows):  # masks read it in each forward
                 text.sliding_window = PROBE_WINDOW
-            calls = self.check(*self.probe(context.device))
+            self.check(*self.probe(context.device))
             self.swap_linears(context)
             self.whole.to(context.dtype)
-            self.calls, self.past = [], {}
+            calls, self.calls, self.past = self.calls, [], {}
             first = torch.zeros(1, dtype=torch.long, device=context.device)
             self.logits(self.body(first, first))  # fails if a module reads a swapped weight
         except Exception as error:  # transformers' modules raise anything
@@ -210,8 +203,10 @@ class TransformersLM(Layer):
         naive = NaiveBackend(device=q.device, dtype=q.dtype, head_dim=spec.head_dim, block_size=16)
         return naive.attend_dense(q, k, v, keys[len(k) - len(q) :], keys, spec)
 
-    def check(self, expected: torch.Tensor, found: list[torch.Tensor]) -> list[Call]:
-        """Returns the probe's calls, one per layer.
+    def check(self, expected: torch.Tensor, found: list[torch.Tensor]) -> None:
+        """Checks the logits of a probe, and its calls, which must be one per layer.
+
+        Mean differences of logits are allowed up to the dtype's rounding.
 
         Raises:
             UnsupportedModelError: logits differ, or the calls don't agree with the config.
@@ -219,7 +214,7 @@ class TransformersLM(Layer):
         config, calls = self.config, self.calls
         shapes = {(spec.num_heads, spec.num_kv_heads, spec.head_dim) for _, spec in calls}
         heads = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-        limit = max(TOLERANCE, torch.finfo(expected.dtype).eps) * float(expected.abs().max())
+        limit = max(1e-4, torch.finfo(expected.dtype).eps) * float(expected.abs().max())
         split, at_once = (float((logits - expected).abs().mean()) <= limit for logits in found)
         for holds, reason in (
             (len(calls) == config.num_hidden_layers, f"its {config.num_hidden_layers} layers call"
@@ -231,7 +226,6 @@ class TransformersLM(Layer):
         ):  # fmt: skip
             if not holds:
                 raise UnsupportedModelError(reason)
-        return calls
 
     def body(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Token ids and their positions, [T] each -> hidden states [T, hidden_size]."""

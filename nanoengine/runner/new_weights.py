@@ -64,6 +64,8 @@ def _slots_for(runner: RunnerSetup, source: Source) -> dict[str, WeightSlot]:
     """The slots of all given tensors, after checking that the tensors fit them."""
     config = runner.model_config
     why = "it returns vectors or classes, not text" if config.headless else ""
+    if config.model_impl == "transformers":
+        why = "transformers' modules compute it"
     if config.quantization is not None:
         why = f"its checkpoint stores them in {config.quantization.kind}, not as floats"
     if why:

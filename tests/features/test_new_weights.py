@@ -93,8 +93,7 @@ CASES = [
     ("gpt_oss", {}, {"dtype": "float32"}),
     ("deepseek_v3", {}, {"dtype": "float32"}),
     ("phi3", {}, {"dtype": "float32"}),
-    ("gpt2", {}, {"dtype": "float32"}),
-    ("nanochat", {}, {"dtype": "float32"}),
+    ("falcon", {}, {"dtype": "float32"}),
 ]
 
 

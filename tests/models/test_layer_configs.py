@@ -1,5 +1,5 @@
-"""Models older than Llama and their relatives, with random sizes and options: log-probabilities
-match transformers at each position, and so do tokens of an engine with chunks and a small pool."""
+"""Models with random sizes and options: tokens of an engine with chunks and a small pool match
+transformers, whether the model is native (Falcon) or computed by transformers' modules."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import torch
 
 from tests.support.checkpoints import make_checkpoint
 from tests.support.engines import greedy, make_engine, random_prompts, run, tokens
-from tests.support.model_helpers import all_logits, build
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 SIZE_KEYS = {
@@ -79,19 +78,13 @@ def random_overrides(family: str, seed: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("family", [*GROUPED, *SIZE_KEYS, "gpt_neox"])
-def test_log_probabilities_and_tokens_match_transformers(
-    family: str, seed: int, tmp_path: Path
-) -> None:
+def test_tokens_match_transformers(family: str, seed: int, tmp_path: Path) -> None:
     model = make_checkpoint(tmp_path, family, **random_overrides(family, seed)).to(torch.float64)
-    ids = PROMPTS[0]
     with torch.inference_mode():
-        expected = model(torch.tensor([ids])).logits[0].log_softmax(-1)
         expected_tokens = [list(prompt) for prompt in PROMPTS]
         for prompt in expected_tokens:
             for _ in range(5):
                 prompt.append(int(model(torch.tensor([prompt])).logits[0, -1].argmax()))
-    found = all_logits(build(tmp_path, torch.float64), [ids]).log_softmax(-1)
-    assert (found - expected).abs().max() < 2e-5  # RoPE angles are float32
     options = {"max_num_batched_tokens": 7, "max_num_seqs": 3, "max_model_len": 48}
     engine = make_engine(
         str(tmp_path), block_size=8, num_kv_blocks=13, dtype="float32", attention_backend="cpu",

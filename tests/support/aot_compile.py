@@ -197,7 +197,7 @@ def run_quantized(dtype, arch, hidden=4096, outputs=6144):
 
 def run_experts(dtype, hidden=2048, inner=768):
     """Mixtures of experts with biases: a decode, more sequences and a prompt with the sizes of
-    Qwen3-30B-A3B, and the routing of more experts, of groups, and of Phi-3.5-MoE."""
+    Qwen3-30B-A3B, and the routing of more experts and of groups."""
     weights = torch.zeros(1, 2 * inner, hidden, dtype=dtype)
     mixture = mixture_of(
         Stack(weight=weights.expand(128, -1, -1)),
@@ -208,14 +208,7 @@ def run_experts(dtype, hidden=2048, inner=768):
     moe = mixture.router.moe
     many_experts = replace(moe, num_experts=512, num_experts_per_tok=10)
     groups = replace(moe, num_experts=256, score="sigmoid", num_groups=8, groups_per_token=4)
-    sparse_mixer = replace(
-        moe, num_experts=16, num_experts_per_tok=2, score="sparsemixer", jitter=0.01
-    )
-    for form, correction in (
-        (many_experts, None),
-        (groups, torch.zeros(256)),
-        (sparse_mixer, None),
-    ):
+    for form, correction in ((many_experts, None), (groups, torch.zeros(256))):
         triton_experts.route(torch.zeros(2, form.num_experts, dtype=dtype), correction, form, 16)
 
 

@@ -22,6 +22,8 @@ DATA = Path(__file__).parents[1] / "data"
 MODELS: dict[str, Any] = yaml.safe_load((DATA / "models.yaml").read_text(encoding="utf-8"))
 COMMON: dict[str, Any] = MODELS["common"]
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = MODELS["families"]
+TRANSFORMERS: dict[str, tuple[str, dict[str, Any]]] = MODELS["transformers"]
+"""Families without a native model, which transformers' modules compute."""
 VISION = {
     "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
     "image_size": 28, "patch_size": 14,
@@ -39,7 +41,7 @@ EAGER = ("gemma2", "gpt_oss", "granite_swa", "granitemoe_swa", "vaultgemma")
 
 def make_config(family: str, **overrides: Any) -> transformers.PreTrainedConfig:
     """The config of a tiny model; `overrides` are fields of it, or of its text config."""
-    kind, fields = copy.deepcopy(FAMILIES[family])
+    kind, fields = copy.deepcopy((FAMILIES | TRANSFORMERS)[family])
     if "text" not in fields:
         given = {**COMMON, **fields, **overrides}
         return getattr(transformers, kind)(**given)

@@ -336,7 +336,7 @@ def metadata(config: Any, architecture: str) -> dict[str, Any]:
     elif architecture == "exaone-moe":
         shared = config.num_shared_experts * config.moe_intermediate_size
         found["expert_shared_feed_forward_length"] = shared
-    if architecture in ("phi3", "phimoe"):
+    if architecture == "phi3":
         found["rope.scaling.original_context_length"] = given.get(
             "original_max_position_embeddings", 4096
         )
