@@ -50,8 +50,11 @@ def tried(model_type: str, architecture: str) -> str:
     result, name = EQUAL, KNOWN.get(model_type, model_type)
     try:
         if name == model_type:
-            kind = transformers.AutoConfig.for_model(model_type).__class__.__name__
-            checkpoints.FAMILIES.setdefault(name, (kind, {"pad_token_id": 0}))
+            config = transformers.AutoConfig.for_model(model_type)
+            fields = {"pad_token_id": 0}
+            if not hasattr(config, "num_key_value_heads"):
+                fields["num_key_value_heads"] = checkpoints.COMMON["num_attention_heads"]
+            checkpoints.FAMILIES.setdefault(name, (type(config).__name__, fields))
         raw = checkpoints.make_config(name).to_dict()
     except Exception as error:  # whatever another library raises
         return f"not written in this size: {type(error).__name__}"
@@ -60,6 +63,7 @@ def tried(model_type: str, architecture: str) -> str:
         parse_model_config(json.loads(json.dumps(raw, default=str)))
     except UnknownArchitectureError:
         result = BY_TRANSFORMERS
+        checkpoints.EAGER += (name,)  # which every model has
     except NanoEngineError as error:
         return "refused: " + str(error).partition("; supported: ")[0].partition("; only ")[0]
     with tempfile.TemporaryDirectory() as directory:
@@ -90,7 +94,7 @@ def tried(model_type: str, architecture: str) -> str:
 
 def most_likely(directory: str, prompts: list[list[int]]) -> torch.Tensor:
     """The most likely token after each token of each prompt, by transformers' modules."""
-    params = SamplingParams(temperature=0, max_tokens=1, min_tokens=1, prompt_logprobs=1)
+    params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, prompt_logprobs=1)
     with LLM(
         directory, skip_tokenizer_init=True, dtype="float32", attention_backend="naive",
         max_model_len=64, max_num_seqs=4, kv_cache_gib=0.05, max_num_batched_tokens=24,

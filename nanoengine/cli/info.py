@@ -63,7 +63,7 @@ def main(args: InfoArgs) -> None:
     dtype = resolve_dtype(args.dtype, model.dtype, device, backend=args.attention_backend)
     kv_dtype = stored_dtype(args.kv_cache_dtype, dtype)
     needs = {"device": device, "dtype": dtype, "head_dim": model.largest_head}
-    needs |= {"kv_dtype": kv_dtype, "latent": model.plan.mla is not None}
+    needs |= {"kv_dtype": kv_dtype, "is_mla": model.plan.mla is not None}
     where = f"{device.type}, {_name(dtype)}, head_dim {model.largest_head}"
     sections: dict[str, Iterable[str]] = {
         "versions": map(" ".join, versions().items()),

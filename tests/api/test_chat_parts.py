@@ -47,5 +47,5 @@ def test_the_parser_is_selected_by_the_template_of_the_call(llm) -> None:
 
 def test_tool_choice_and_structured_outputs_exclude_each_other(llm) -> None:
     params = SamplingParams(structured_outputs={"json_object": True})
-    with pytest.raises(RequestError, match="tool_choice binds"):
+    with pytest.raises(RequestError, match="tool_choice and structured_outputs both"):
         llm.chat(MESSAGES, params, False, tools=TOOLS, tool_choice="required")

@@ -9,7 +9,7 @@ from nanoengine.checkpoint.families import TEXT_PARTS, every_family
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
 TABLE_ROW = re.compile(
-    r"^\| (equal|refused: .*|not (?:written|computed).*) \| (`.*) \|$", re.MULTILINE
+    r"^\| (equal.*|refused: .*|not (?:written|computed).*) \| (`.*) \|$", re.MULTILINE
 )
 MODEL_TYPE = re.compile(r"`([\w-]+)`(?: (\w+))?")
 

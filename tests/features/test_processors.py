@@ -181,7 +181,7 @@ def test_an_exception_ends_only_the_request_that_raised_it(where: str, overlap: 
     requests = [engine.add_request(str(i), p, params[0]) for i, p in enumerate(PROMPTS)]
     finish(engine)
     failed = requests[2]
-    assert failed.error == "logits processor Stage raised ValueError: not that one"
+    assert failed.error == "logits processor FailingProcessor raised ValueError: not that one"
     last = failed.sequences[-1]
     assert last.finish_reason == "error"
     reached = {"admit": 0, "accept": 2, "apply": 2, "state": 2, "fork": 0}[where]

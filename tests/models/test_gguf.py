@@ -352,7 +352,7 @@ def test_quantization_options_of_gguf_files(tmp_path: Path) -> None:
     exact = resolve_quantization("gguf_weight_only", stored, device="cpu")
     assert exact.activations == "float"
     for option in ("int8", "int4_weight_only"):
-        with pytest.raises(ConfigError, match=r"quantized already, in Q4_0.*gguf_weight_only"):
+        with pytest.raises(ConfigError, match=r"already quantized in Q4_0.*gguf_weight_only"):
             resolve_quantization(option, stored, device="cpu")
     with pytest.raises(ConfigError, match="stored as gguf"):
         resolve_quantization("awq", stored, device="cpu")

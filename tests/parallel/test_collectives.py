@@ -39,7 +39,7 @@ def test_all_reduce_all_gather_and_the_minimum(
     with ThreadPoolExecutor(2) as pool:
         joined = list(pool.map(Collectives.all_gather, ranks, parts))
         sums = list(pool.map(Collectives.all_reduce, ranks, [part.clone() for part in parts]))
-        assert list(pool.map(Collectives.least, ranks, [2**40, 7])) == [7, 7]
+        assert list(pool.map(Collectives.min_over_ranks, ranks, [2**40, 7])) == [7, 7]
     for found in sums:
         assert torch.equal(found, parts[0] + parts[1])
     for found in joined:
@@ -50,7 +50,7 @@ def test_all_reduce_all_gather_and_the_minimum(
 class SmallerRank(Collectives):
     """Simulates a rank with memory for 17 blocks."""
 
-    def least(self, number: int) -> int:
+    def min_over_ranks(self, number: int) -> int:
         return min(number, 17)
 
 

@@ -93,7 +93,7 @@ def test_unsupported_options_raise(tmp_path):
     with pytest.raises(ConfigError, match="DiskTier is not supported for models with recurrent"):
         engine_of("qwen3_5", kv_tiers=tiers)
     for target, draft in (("qwen3_5", "ngram"), ("qwen3", checkpoint("qwen3_5"))):
-        with pytest.raises(ConfigError, match=r"speculative: drafts can.t .* whose layers keep"):
+        with pytest.raises(ConfigError, match=r"speculative: drafts can.t .* because its recurrent states"):
             engine_of(target, speculative=draft)
 
 
@@ -172,7 +172,7 @@ def test_a_prompt_split_at_a_chunk_boundary_has_the_same_bits():
 
 
 def test_a_convolution_of_a_chunk_has_the_bits_of_single_tokens():
-    conv = CausalConv(4, 6, bias=True, picked=(6, torch.arange(6)), context=make_context())
+    conv = CausalConv(4, 6, bias=True, rank_channels=(6, torch.arange(6)), context=make_context())
     torch.manual_seed(0)
     conv.weight.copy_(torch.randn(4, 6))
     conv.bias.copy_(torch.randn(6))

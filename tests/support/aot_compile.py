@@ -263,7 +263,7 @@ def run_states(dtype):
     plan = delta_plan(16, 32, key_dim=128, value_dim=128)
     states = torch.zeros(2, plan.size)
     conv = CausalConv(
-        4, plan.channels, bias=True, picked=(plan.channels, torch.arange(plan.channels)),
+        4, plan.channels, bias=True, rank_channels=(plan.channels, torch.arange(plan.channels)),
         context=make_context(dtype),
     )  # fmt: skip
     conv.bind(states[:, -3 * plan.channels :])
@@ -292,7 +292,7 @@ def run_mamba(dtype):
         )  # fmt: skip
         states, gates = torch.zeros(2, plan.size), torch.zeros(100, heads)
         conv = CausalConv(
-            4, plan.channels, bias=True, picked=(plan.channels, torch.arange(plan.channels)),
+            4, plan.channels, bias=True, rank_channels=(plan.channels, torch.arange(plan.channels)),
             context=make_context(dtype),
         )  # fmt: skip
         conv.bind(states[:, -3 * plan.channels :])

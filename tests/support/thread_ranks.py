@@ -33,7 +33,7 @@ class ThreadRank:
         _LISTENERS.value = listeners
         with connection, contextlib.suppress(EOFError, OSError):  # the rank was killed
             parent = ParentOfThread(connection)
-            rank._run(rank._start(number, parent), parent, answers=number == 0)
+            rank._run(rank._start(number, parent), parent, replies=number == 0)
 
     def kill(self) -> None:
         with contextlib.suppress(OSError):  # already shut down
