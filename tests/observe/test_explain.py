@@ -177,7 +177,7 @@ def test_the_explain_command_prints_lines_or_an_error(
         ([str(SAMPLE), "--request", "none"], "the trace has no request 'none'; it has '0', '1', "),
         ([str(tmp_path / "header"), "--request", "0"], "no request '0'; it has none\n"),
         ([str(SAMPLE), "--step", "9999"], "the trace has no step 9999: it has steps 0 to 223"),
-        ([str(SAMPLE), "--step", "1", "--request", "3"], "one at a time"),
+        ([str(SAMPLE), "--step", "1", "--request", "3"], "give only one"),
         ([str(tmp_path / "none")], "can't be read"),
     ):
         assert cli.main(["explain", *wrong]) == 2
