@@ -166,6 +166,7 @@ def load_model_config(directory: str | Path, *, model_impl: str = "auto") -> Mod
 
         if not is_decoder(raw):
             raise
+        logger.warning("%s has no native model: transformers' modules compute it", directory)
     from nanoengine.checkpoint.transformers_config import sizes_of
 
     keys, named = ConfigReader(raw), raw.get("architectures")

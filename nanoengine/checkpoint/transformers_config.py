@@ -6,7 +6,6 @@ Called by `config.py` if no family here has the architecture, and with `model_im
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,6 @@ from nanoengine.checkpoint.config_reader import Json
 from nanoengine.checkpoint.layer_config import FULL, SLIDING, LayerConfig
 from nanoengine.errors import UnsupportedModelError
 from nanoengine.settings.checks import truncate
-
-logger = logging.getLogger(__name__)
 
 
 def is_decoder(raw: Json) -> bool:
@@ -56,7 +53,6 @@ def sizes_of(directory: Path) -> dict[str, Any]:
             " supported: full and sliding-window attention, RoPE that does not depend on the length"
             " of other sequences, and weights in floats"
         )
-    logger.warning("%s has no native implementation: transformers' modules compute it", name)
     equal = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
     return {key: getattr(config, key) for key in equal} | {
         "intermediate_size": getattr(config, "intermediate_size", None) or config.hidden_size,

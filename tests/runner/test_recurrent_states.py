@@ -93,7 +93,9 @@ def test_unsupported_options_raise(tmp_path):
     with pytest.raises(ConfigError, match="DiskTier is not supported for models with recurrent"):
         engine_of("qwen3_5", kv_tiers=tiers)
     for target, draft in (("qwen3_5", "ngram"), ("qwen3", checkpoint("qwen3_5"))):
-        with pytest.raises(ConfigError, match=r"speculative: drafts can.t .* because its recurrent states"):
+        with pytest.raises(
+            ConfigError, match=r"speculative: drafts can.t .* because its recurrent states"
+        ):
             engine_of(target, speculative=draft)
 
 
