@@ -154,7 +154,7 @@ def test_a_template_times_out_without_sigalrm(monkeypatch, tmp_path):
     with pytest.raises(TimeoutError):
         renderer.render("{% for i in range(99999) %}" * 3 + "{% endfor %}" * 3, {})
     assert renderer.render("{{ x }}", {"x": 1}) == "1"
-    renderer._end()
+    renderer._stop()
 
 
 def test_replicas_raise_where_processes_inherit_no_pipe(monkeypatch):

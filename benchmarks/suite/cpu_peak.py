@@ -127,7 +127,7 @@ def _read(typing, data, at, lines, apart):
                         pointer = builder.bitcast(emit.at(line, word(part)), numbers.as_pointer())
                         got = builder.load(pointer, align=4)
                         builder.store(builder.or_(builder.load(cell), got), cell)
-        return emit.across([builder.load(cell) for cell in cells], builder.or_)
+        return emit.reduce_lanes([builder.load(cell) for cell in cells], builder.or_)
 
     return signature, codegen
 

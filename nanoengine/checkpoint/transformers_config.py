@@ -16,10 +16,12 @@ from nanoengine.settings.checks import truncate
 
 
 def is_decoder(raw: Json) -> bool:
-    """True if transformers has a causal language model for the config's `model_type`."""
+    """True if the config is of a causal language model that transformers has."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    return raw.get("model_type") in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    names, endings = raw.get("architectures") or (), ("ForCausalLM", "LMHeadModel")
+    known = raw.get("model_type") in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    return known and all(str(name).endswith(endings) for name in names)
 
 
 def sizes_of(directory: Path) -> dict[str, Any]:

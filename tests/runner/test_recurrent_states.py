@@ -93,9 +93,7 @@ def test_unsupported_options_raise(tmp_path):
     with pytest.raises(ConfigError, match="DiskTier is not supported for models with recurrent"):
         engine_of("qwen3_5", kv_tiers=tiers)
     for target, draft in (("qwen3_5", "ngram"), ("qwen3", checkpoint("qwen3_5"))):
-        with pytest.raises(
-            ConfigError, match="its recurrent states can"
-        ):
+        with pytest.raises(ConfigError, match="its recurrent states can"):
             engine_of(target, speculative=draft)
 
 
