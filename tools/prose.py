@@ -36,7 +36,7 @@ WORDS = {
 }
 """Entry -> pattern. Most of these words have an English use too, so the limits are not 0."""
 
-LIMITS = {"package": 1.0, "docs": 0.4, "tests": 2.2}
+LIMITS = {"package": 0.5, "docs": 0.3, "tests": 0.5}
 """Matches per 1,000 words. These limits may only decrease."""
 
 
