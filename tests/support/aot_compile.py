@@ -191,7 +191,7 @@ def run_quantized(dtype, arch, hidden=4096, outputs=6144):
         method.scales = torch.zeros(hidden // group, outputs)
         method.zeros = torch.zeros(hidden // 128, outputs) if is_int4 and group == 128 else None
         for num_rows in (1, 64, 512):
-            method.multiply(torch.zeros(num_rows, hidden, dtype=dtype), None)
+            method.matmul(torch.zeros(num_rows, hidden, dtype=dtype), None)
     run_quantized_experts(dtype)
 
 
@@ -227,7 +227,7 @@ def mixture_of(gate_up, down, dtype):
     mixture.router = types.SimpleNamespace(
         moe=moe, e_score_correction_bias=None,
         logits=lambda x: torch.zeros(len(x), experts, dtype=dtype),
-        weighed=lambda weights, ids: weights,
+        scale_weights=lambda weights, ids: weights,
     )  # fmt: skip
     return mixture
 
@@ -269,7 +269,7 @@ def run_states(dtype):
     conv.bind(states[:, -3 * plan.channels :])
     slots, gates = torch.zeros(1, dtype=torch.int64), torch.zeros(100, 32)
     qkv = torch.zeros(100, plan.channels, dtype=dtype)
-    delta = TritonDelta(types.SimpleNamespace(plan=plan, conv1d=conv, rows=states))
+    delta = TritonDelta(types.SimpleNamespace(plan=plan, conv1d=conv, flat_states=states))
     delta.step(qkv[:1], gates[:1], gates[:1], slots, slots)
     delta_gates(gates[0], gates[0], torch.zeros(100, 64, dtype=dtype))
     heads = torch.zeros(100, 32, 128)
@@ -300,10 +300,12 @@ def run_mamba(dtype):
         norm = types.SimpleNamespace(weight=torch.zeros(inner, dtype=dtype), eps=1e-6)
         of_heads = types.SimpleNamespace(a_log=head, dt_bias=head, d=head)
         mamba = TritonMamba(
-            types.SimpleNamespace(plan=plan, conv1d=conv, heads=of_heads, norm=norm, rows=states)
+            types.SimpleNamespace(
+                plan=plan, conv1d=conv, heads=of_heads, norm=norm, flat_states=states
+            )
         )
         mamba.gates(gates.to(dtype))
-        mamba.gated(torch.zeros(100, inner), torch.zeros(100, inner, dtype=dtype))
+        mamba.gate_and_norm(torch.zeros(100, inner), torch.zeros(100, inner, dtype=dtype))
         mamba.step(xbc[:1], gates[:1], gates[:1], slots, slots)
         pieces = SegmentChunks(
             torch.zeros(2, 5, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)
