@@ -1,4 +1,4 @@
-"""LLMEngine: the engine loop `schedule`, `launch`, `commit`, from requests to finished requests.
+"""LLMEngine: runs requests in a loop of `schedule`, `launch` and `commit`.
 
     plain        schedule 1  launch 1  result 1  commit 1 │ schedule 2  launch 2  result 2 ...
     overlapped   schedule 2  launch 2  result 1  commit 1 │ schedule 3  launch 3  result 2 ...
@@ -7,8 +7,8 @@
 Read the plain loop first. The overlapped loop gives the same tokens, and a GPU never waits for
 Python: see docs/overlap.md.
 
-Any thread may call; each method waits until no other one runs. A process that was forked after an
-engine was created can't use it.
+Any thread may call any method; calls run one at a time. A process that was forked after an engine
+was created can't use the engine.
 
 Built by `build.build_engine`, driven by `LLM`. Imports the core only: plans run in an `Executor`,
 and an `Observer` observes them.
@@ -57,9 +57,9 @@ class LLMEngine:
         processors: the logits processors, which check a request's options; see `RequestChecker`.
 
     Attributes:
-        observers: called after each step; they may abort requests. An observer with a `close` is
-            closed with the engine.
-        proposer: drafts tokens; None until `enable_drafts` is called, or without drafts.
+        observers: called after each step; they may abort requests. Closing the engine calls their
+            `close`, if they have one.
+        proposer: drafts tokens; None before `enable_drafts`, or if none is configured.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class LLMEngine:
         self._debug_checks = debug_checks
         self._requests: dict[str, Request] = {}
         self._num_arrived = 0
-        self._in_flight: InFlightStep | None = None  # of the overlapped loop, between two calls
+        self._in_flight: InFlightStep | None = None  # overlapped: between calls of `step`
         self._finished: list[Request] = []  # not returned by `step` yet
         self._stepping_thread: int | None = None
 
@@ -132,15 +132,14 @@ class LLMEngine:
             self._in_flight = self._launch()
         if previous is not None:
             self._commit(previous)
-        if not self._requests:  # Why: no request needs the running step, and none would commit it
+        if not self._requests:  # Why: without requests, `step` may not be called again
             self._commit_in_flight()
 
     def _next_plan_needs_tokens(self, plan: StepPlan) -> bool:
         """True if the next step can't be planned before this step's tokens are known.
 
         With drafts, the number of accepted drafts decides where the sequence continues, and new
-        drafts may be proposed. With a chooser, sequences continue after it has seen this step's
-        choices.
+        drafts may be proposed. With a chooser, sequences continue only after it has chosen.
         """
         if plan.draft_token_ids or (self.proposer is not None and self.proposer.needs_tokens()):
             return True
@@ -158,7 +157,7 @@ class LLMEngine:
     def finish_in_flight(self) -> None:
         """Commits the overlapped loop's step in flight, so that all tokens are known.
 
-        The plain loop has none. The next `step` returns the requests that finish in it.
+        The plain loop has no such step. The next `step` returns the requests that finish in it.
         """
         self._commit_or_recover()
 
@@ -172,8 +171,8 @@ class LLMEngine:
     def _recover(self, error: BaseException) -> None:
         """Drops all requests and steps; the steps' results are never read.
 
-        CPython may convert Ctrl-C inside compiled code, such as a kernel, to a SystemError: that
-        code returned a result while the interrupt was pending. The KeyboardInterrupt is raised.
+        If Ctrl-C arrives inside compiled code, such as a kernel, CPython may raise a SystemError
+        from the KeyboardInterrupt. Then this raises a KeyboardInterrupt instead.
         """
         self._in_flight, self._finished = None, []
         self.scheduler.recover(self._requests.values())
@@ -237,7 +236,7 @@ class LLMEngine:
             request_id: unique among unfinished requests.
             prompt_token_ids: at least one id below the vocabulary size.
             make_follower: called with each sequence's index; returns the sequence's follower.
-            chooser: selects the tokens instead of the sampler, among the `params.logprobs` most
+            chooser: replaces the sampler: it selects each token from the `params.logprobs` most
                 likely ones.
             options: priority, key, cache_salt and bad_word_ids of `RequestChecker.check`.
 
@@ -284,22 +283,22 @@ class LLMEngine:
     def fork(
         self, request_id: str, *, index: int = 0, next_token_id: int | None = None
     ) -> Sequence:
-        """Adds a sequence to a request, between steps: a copy of one of its sequences.
+        """Adds a copy of a sequence to its request, between two steps.
 
-        The two share all their blocks until one of them writes. Without a free row the new one
-        waits, as after a preemption.
+        The two share all their blocks until one of them writes. If no row is free, the copy waits
+        like a preempted sequence.
 
         Args:
             index: index of the sequence to copy, which may run or wait.
-            next_token_id: replaces the original's last output token in the copy. None: the same
-                token, so a greedy copy stays equal and a sampled one diverges.
+            next_token_id: replaces the last output token in the copy. None keeps the token: then a
+                greedy copy stays equal, and a sampled one diverges.
 
         Returns:
             The new sequence, already in `request.sequences`; its output is part of the request's.
 
         Raises:
             RequestError: no such unfinished sequence, an invalid next_token_id, or a step is in
-                flight: see `finish_in_flight`.
+                flight (call `finish_in_flight` first).
         """
         self.lock.require_open()
         if self._in_flight is not None:
@@ -333,9 +332,9 @@ class LLMEngine:
 
     @exclusive("defer")
     def abort_all(self) -> None:
-        """Aborts all requests, so that nothing remains for later work after an exception.
+        """Aborts all requests, for example after an exception.
 
-        Waits for a step in flight: the copies of blocks between tiers end with it.
+        Waits for a step in flight, because its block copies between tiers end with it.
         """
         if not self.lock.why_closed:
             self._abort_all()
@@ -367,7 +366,7 @@ class LLMEngine:
 
     @exclusive()
     def evict(self, block_ids: Iterable[int]) -> int:
-        """Drops the cached content of the unused blocks among these; returns how many were dropped.
+        """Drops these blocks' cached content, except of blocks in use; returns the number dropped.
 
         Raises:
             RequestError: an id is not one of the pool's blocks.
@@ -388,7 +387,7 @@ class LLMEngine:
     def close(self) -> None:
         """Frees all memory; the engine can't be used afterwards. Closing twice has no effect.
 
-        Inside a step it happens after the step."""
+        A call inside a step closes after the step."""
         if not self.lock.why_closed:
             try:
                 self._abort_all()  # waits for a step in flight, which may fail
@@ -412,7 +411,7 @@ class LLMEngine:
             )
 
     def _derive_seed(self, request: Request) -> int:
-        """The seed of a request without one, from the engine's seed and its key or arrival."""
+        """Derives a seed from the engine's seed and the request's key, or else its arrival."""
         name = f"{request.arrival}" if request.key is None else f"key/{request.key}"
         # Why surrogates are allowed: keys only need to be distinct.
         digest = xxhash.xxh3_64_intdigest(f"{self._seed}/{name}".encode(errors="surrogatepass"))

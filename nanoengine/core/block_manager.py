@@ -38,8 +38,8 @@ class Verdict(enum.Enum):
 class Admission:
     """The result of `can_allocate`: a verdict and the arguments of `allocate`.
 
-    `num_needed_blocks` counts the free blocks that are used: fresh blocks, and blocks of the cached
-    prefix with reference count 0. They suffice for chunks of up to `max_chunk` tokens.
+    `num_needed_blocks` counts the free blocks that admission uses: fresh blocks, and cached blocks
+    with reference count 0. They suffice for chunks of up to `max_chunk` tokens.
     """
 
     verdict: Verdict
@@ -95,8 +95,8 @@ class BlockManager:
         return self.max_chunk_for(num_tokens, self.num_watermark_blocks) > 0
 
     def max_chunk_for(self, num_tokens: int, num_reserved: int) -> int:
-        """The largest chunk size at which a sequence of this length fits the pool, except its
-        `num_reserved` reserved blocks; 0 if it does not fit at any chunk size."""
+        """The largest chunk size at which a sequence of this length fits into the pool minus
+        `num_reserved` blocks; 0 if there is none."""
         fits = self.num_blocks_for(num_tokens) <= self.pool.num_usable - num_reserved
         return self.max_chunk if fits else 0
 
@@ -107,7 +107,7 @@ class BlockManager:
         remaining free blocks cover the watermark, unless `keep_watermark` is False. LATER: they do
         not suffice yet, or a tier is reading blocks of the sequence. This call may start the reads.
 
-        A preempted sequence may also use the watermark, because it had grown into it.
+        For a preempted sequence nothing is subtracted: it may have grown into the watermark.
         """
         num_reserved = 0 if seq.num_preempted_tokens else self.num_watermark_blocks
         chunk = self.max_chunk_for(seq.num_tokens, num_reserved)
@@ -128,11 +128,11 @@ class BlockManager:
         )
 
     def num_fresh_blocks(self, seq: Sequence, prefix: CachedPrefix, chunk: int) -> int:
-        """Blocks that are allocated after the cached prefix, for chunks of this size."""
+        """Number of blocks to allocate after the cached prefix, for chunks of this size."""
         return self.num_blocks_for(seq.num_tokens) - prefix.num_blocks
 
     def allocate(self, seq: Sequence, admission: Admission) -> None:
-        """Assigns its cached prefix and fresh blocks to an admitted sequence."""
+        """Gives an admitted sequence its cached prefix and fresh blocks."""
         assert admission.verdict is Verdict.OK, seq
         assert not seq.block_tables, seq
         # Why the cached prefix first: a fresh block must not evict one of its blocks.
@@ -156,9 +156,9 @@ class BlockManager:
         """Replaces a sequence's next blocks by equal ones that another sequence has filled.
 
         Equal prompts that are prefilled concurrently in chunks would each compute every block.
-        Instead, before its next chunk a sequence uses the blocks that the other one has filled,
-        including blocks that the step being planned fills, and frees its own unwritten ones. The
-        prompts thus alternate, and each block is computed once.
+        Instead, before its next chunk, a sequence takes the blocks that the other one has filled
+        (or fills in the step being planned), and frees its own unwritten blocks. So the prompts
+        alternate, and each block is computed once.
         """
         filled = self.prefix_cache.find_filled(seq)
         if not filled[0]:
@@ -209,7 +209,7 @@ class BlockManager:
 
         Called right after `may_append`, when no other sequence shares the last block. The
         block's last slot is excluded: the token there fills the block, which must then be
-        registered. The table may be longer, because rejected drafts leave empty blocks. Returns 0
+        registered. The table may end with empty blocks, from rejected drafts. Returns 0
         if a full block is not registered yet: with overlapping steps its last token arrives one
         step later.
         """
@@ -234,7 +234,7 @@ class BlockManager:
 
         Frees no block: after a failed step the reference counts may be wrong.
         """
-        if self.updates:  # Why: a sequence that grew and was then preempted has no row.
+        if self.updates:  # Why: a sequence may grow and then lose its row in one plan.
             self.updates = [update for update in self.updates if update.row != seq.row]
         seq.block_tables = []
         seq.num_dropped_blocks = []
