@@ -125,7 +125,7 @@ class ModelConfig:
 
     @property
     def linear_inputs(self) -> dict[str, int]:
-        """Config key -> input size of the linear layers that have it."""
+        """Key of config.json -> its value, for the input sizes of linear layers."""
         sizes = {"hidden_size": self.hidden_size, "intermediate_size": self.intermediate_size}
         if self.moe is not None:
             sizes["moe_intermediate_size"] = self.moe.intermediate_size
@@ -423,7 +423,7 @@ def _dtype(keys: ConfigReader) -> str:
 
 
 def _eos_sources(keys: ConfigReader, generation: Json) -> Iterator[tuple[str, int | None]]:
-    """The EOS ids of both files, first of generation_config.json: see `ModelConfig.eos_sources`."""
+    """The EOS ids of generation_config.json, then of config.json: see `ModelConfig.eos_sources`."""
     key = "eos_token_id"
     first = ConfigReader({key: generation.get(key)}, where="generation_config.json")
     where = keys.where if keys.raw.get(key) is not None else "the architecture's default"

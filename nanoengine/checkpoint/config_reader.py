@@ -25,8 +25,8 @@ class Key(NamedTuple):
 
     Attributes:
         kind: the type of its value, as `check_value` expects it.
-        minimum, maximum: the range of a number. Why so wide: it only excludes numbers whose
-            products are impossible as tensor sizes; `check_sizes` compares with the tensors.
+        minimum, maximum: the range of a number. Why so wide: it excludes only
+            impossible tensor sizes; `check_sizes` compares sizes with the tensors.
         default: the value of an absent key, unless the family or transformers' config class
             (`defaults.json`) defines another. If the default is None, null is allowed and means
             None; otherwise null is rejected, unless the key is `nullable`.
@@ -230,7 +230,7 @@ NO_CLASS_DEFAULT = frozenset((
     "dtype", "torch_dtype", "eos_token_id", "layer_types", "num_nextn_predict_layers",
     "original_max_position_embeddings", "quantization_config", "rope_scaling",
 ))  # fmt: skip
-"""Keys without an entry in `defaults.json`. Why: complete configs may lack these keys, and are
+"""Keys without an entry in `defaults.json`. Why: configs that lack only these keys are
 parsed without loading that file."""
 
 HARMLESS = frozenset((
@@ -370,7 +370,7 @@ class ConfigReader:
         return size or self.require("hidden_size") // self.require("num_attention_heads")
 
     def require_one_of(self, key: str, *values: Any) -> None:
-        """Raises UnsupportedModelError if the file has the key with none of these `values`."""
+        """Raises UnsupportedModelError if the file has the key with a value not in `values`."""
         self._read.add(key)
         if key in self.raw and self.raw[key] not in values:
             names = " or ".join(repr(str(v)) for v in values if v is not None) or "null"

@@ -127,7 +127,7 @@ def file_digest(path: Path) -> bytes:
     Why all bytes: weight files with equal names, sizes, headers and times may have different
     weights, and equal files may have different times.
 
-    Perf: 10 GiB/s from the page cache, which has the file before or after loading (one Zen 5 core).
+    Perf: 10 GiB/s from the page cache, where loading puts the file in any case (one Zen 5 core).
     """
     with open(path, "rb") as file:
         return hashlib.file_digest(file, xxhash.xxh3_128).digest()

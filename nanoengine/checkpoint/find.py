@@ -100,8 +100,8 @@ def _download(config: EngineConfig, repository: str, patterns: list[str]) -> Pat
 def _download_gguf(
     config: EngineConfig, repository: str, quantization: str | None, name: str | None
 ) -> Path:
-    """Downloads one GGUF model of a repository, with all its parts: by file name, or by a name that
-    ends with the quantization, or the only one.
+    """Downloads one GGUF model of a repository, with all its parts: the file `name`, or the model
+    whose name ends with `quantization`, or the only model.
 
     Raises:
         ConfigError: no model matches, or more than one.

@@ -112,7 +112,7 @@ class GGUFFile(NamedTuple):
 
     Attributes:
         metadata: by key: numbers, bool and str; arrays of strings are lists, arrays of numbers are
-            NumPy arrays. A float32 is the float64 that it equals.
+            NumPy arrays. A float32 becomes the float of the same value.
         tensors: by their names in the file, in file order.
     """
 
@@ -242,7 +242,7 @@ def find_gguf(directory: Path) -> Path | None:
 
 
 def _is_model(path: Path) -> bool:
-    """Whether a file is a model by its metadata. Older image projectors have no general.type."""
+    """Whether the metadata describe a model. Older image projectors have no general.type."""
     keys = _read_file(path).metadata
     is_projector = keys.get("general.architecture") == "clip"
     return keys.get("general.type", "model") == "model" and not is_projector

@@ -2,7 +2,7 @@
 
 Keys that have the same meaning as in config.json are read by GGUFConfigReader: `SCHEMA` has both
 names. Keys with another meaning are read by functions of the families (`Family.gguf`). A key that
-changes the computation and is not read raises an error. This file uses only names of tensors.
+changes the computation and is not read raises an error. This file reads only the names of tensors.
 
 Source: the writers and readers of such files, conversion/ and src/models/ of llama.cpp.
 """
@@ -78,7 +78,7 @@ class Metadata:
         """`sliding_window` and `layer_types` of config.json.
 
         Args:
-            every: without a list in the file, every n-th layer has full attention; 0: `layer_types`
+            every: n: if the file has no list, every n-th layer has full attention; 0: `layer_types`
                 is not set.
         """
         window = self.get("attention.sliding_window", int) or None

@@ -130,7 +130,7 @@ def with_gguf_keys(model: GGUFModel, message: str) -> str:
 
 
 def adapt_to_file(config: Any, model: GGUFModel) -> Any:
-    """Returns a ModelConfig in which the fields are changed that differ in a GGUF file."""
+    """Returns the ModelConfig with the fields changed that differ in this GGUF file."""
     layer, moe, states, entries = config.plan, config.moe, config.states, model.entries()
     biases = {part: any(name.endswith(ends) for name in entries) for part, ends in BIASES.items()}
     # Why: writers store 1 + weight.

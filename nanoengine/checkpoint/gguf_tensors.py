@@ -56,8 +56,8 @@ SPLIT_TENSORS: dict[str, dict[str, tuple[int, ...]]] = {
     "ssm_in": {"linear_attn.in_proj_qkv": (0, 1, 2), "linear_attn.in_proj_z": (3,)},
     "ssm_ba": {"linear_attn.in_proj_b": (0,), "linear_attn.in_proj_a": (1,)},
 }
-"""Tensor that contains several of ours -> our names, each with the parts of its rows that belong to
-it (see `GGUFModel._part_sizes`). Not used if the architecture has its own name for the tensor."""
+"""Tensor that contains several of ours -> our names, each with the indices of its parts of the rows
+(see `GGUFModel._part_sizes`). Not used if the architecture has its own name for the tensor."""
 # fmt: on
 
 Transform = Callable[[torch.Tensor], torch.Tensor]
@@ -226,8 +226,8 @@ def _select_parts(
 def read_entries(
     path: Path, parts: Mapping[str, tuple[slice, ...]]
 ) -> Iterator[tuple[str, torch.Tensor | StoredRows]]:
-    """See `read_tensors`. For a quantized tensor it returns StoredRows, whose bytes are read when
-    they are sliced. They are always whole rows."""
+    """See `read_tensors`. For a quantized tensor it yields StoredRows: whole rows, which are read
+    when they are sliced."""
     entries = GGUFModel(path).entries()
     for name, part in parts.items():
         tensor, shape, transforms = entries[name]

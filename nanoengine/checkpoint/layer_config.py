@@ -80,7 +80,7 @@ class Gemma4Config:
             full attention.
         keys_are_values: in layers with full attention, keys and values are one projection.
         num_kv_shared: how many of the last layers have no KV cache. Each uses the KV cache of the
-            last earlier layer of its shape that has one.
+            last layer of its shape that has one.
         shared_mlp_factor: the width of the MLP in these layers, relative to the other layers.
         input_size: width of the per-layer input embeddings; 0: there are none.
     """
@@ -128,9 +128,9 @@ class LayerConfig:
             head, after RoPE; "all_heads": over all heads together; None: there is none.
     Attention:
         qkv_bias, output_bias: the projections have biases.
-        output_gate: the output of attention is multiplied by the sigmoid of a projection. In the
-            checkpoint, its weight is a part of the rows of "q_proj", or a separate "gate_proj";
-            "per_head": a gate_proj with one output per head.
+        output_gate: the output of attention is multiplied by the sigmoid of a projection. Its
+            weight in the checkpoint: "q_proj": a part of the rows of q_proj; "gate_proj": a matrix
+            of its own; "per_head": a gate_proj with one output per head.
         attention_multiplier: factor on q.k; None: head_dim ** -0.5.
         attn_logit_softcapping: c: scores become c * tanh(x / c); None: no soft cap.
         attention_sinks: each head has a learned score in the sum of its softmax
@@ -260,7 +260,7 @@ class MoEConfig:
             their weights; "row": it is stored as a matrix with one row.
         num_groups, groups_per_token: experts form num_groups groups; each token selects its experts
             from its groups_per_token best groups.
-        best_of_group: the score of a group is the sum of the scores of this many best experts.
+        best_of_group: how many of a group's best experts are summed to the score of the group.
         scaling_factor: factor on the weights.
         shared_size: intermediate size of the shared expert, which all tokens use; 0: none.
         shared_gate: the output of the shared expert is multiplied by a learned sigmoid.

@@ -77,7 +77,7 @@ class PoolingConfig:
 
 
 def find_decoder(name: str, generators: Collection[str]) -> str | None:
-    """Finds the entry of `generators` with the same decoder as an architecture without a language
+    """Finds the architecture in `generators` with the same decoder as `name`, which has no language
     head.
 
     Raises:

@@ -42,7 +42,7 @@ class StoredQuantization:
         group_size: number of inputs that share a scale; None: all inputs of a row.
         group_rows: number of outputs that share a scale; None: all outputs. The last group of
             outputs may be smaller.
-        symmetric: there are no zero points. GPTQ and AWQ store them in any case.
+        symmetric: there are no zero points; GPTQ and AWQ always have them.
         zero_offset: added to the stored zero points.
         desc_act: GPTQ with act-order: the tensor g_idx has the group of each input.
         activations: the dtype of activations that the checkpoint was calibrated for; "int8":
@@ -52,7 +52,7 @@ class StoredQuantization:
         targets: regular expressions of names of linear layers that are stored in this form, except
             the skipped ones.
         schemes: all forms in the checkpoint, each with its targets, if there are several; the other
-            fields are those of the first form.
+            fields have the values of the first form.
     """
 
     format: Literal[

@@ -238,8 +238,8 @@ PARSERS = dict(zip(METHODS, (_gptq, _awq, _compressed_tensors, _fp8, _mxfp4), st
 
 
 def _pattern(name: str, key: str) -> str:
-    """Converts a name of compressed-tensors to a regular expression that matches from the start. It
-    is a full name, or "re:" and a regular expression; `key` is its key, for messages.
+    """Converts an entry of a list (a full name, or "re:" and a regular expression) to a regular
+    expression that matches from the start. `key` is the key of the list, for messages.
 
     Raises:
         UnsupportedModelError: the expression is invalid, or matching may take too long.

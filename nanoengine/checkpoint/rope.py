@@ -140,7 +140,7 @@ def _rope(
     kind = rope_keys.get("rope_type" if "rope_type" in rope_keys else "type")
     kind = "longrope" if kind == "su" else kind
     has_theta = "rope_theta" in rope_keys
-    # Why: an outer key is read, and so checked, even if the dict has one, which takes precedence.
+    # Why: the outer key is read, and so checked, even if the key in the dict takes precedence.
     theta = keys.get(base) if base in keys.raw or not has_theta else None
     theta = rope_keys.get("rope_theta") if has_theta else theta
     if not partial and kind != "proportional":

@@ -34,7 +34,7 @@ class WeightSlot:
             checkpoint lacks this tensor.
         pieces_only: a checkpoint must have the pieces; only dummy weights use this slot.
         dtypes: allowed dtypes of the tensor in the checkpoint; () is any floating-point dtype.
-        on_missing: makes the tensor optional; called before tensors are read if it is missing.
+        on_missing: makes the tensor optional; if it is missing, called before tensors are read.
     """
 
     shape: tuple[int, ...]

@@ -1,7 +1,7 @@
 """ModelConfig of a decoder that transformers computes, from its own config class.
 
 Called by `config.py` if no family here has the architecture, and with `model_impl="transformers"`.
-`models/transformers_backend.py` runs the model, and checks there what a config can't show.
+`models/transformers_backend.py` runs the model, and checks what a config can't show.
 """
 
 from __future__ import annotations

@@ -125,7 +125,7 @@ def load_weights(slots: dict[str, WeightSlot], stored: Mapping[str, TensorInfo])
             if tensor.dtype not in allowed if allowed else not tensor.is_floating_point():
                 kind = " or ".join(map(str, allowed)) or "floating point"
                 raise WeightLoadError(f"{name} in {file} is {tensor.dtype}, not {kind}")
-            waiting.remove(name)  # Why: a layer may have packed the slot when it was filled
+            waiting.remove(name)  # Why remove: a filled slot may be packed, and can't be refilled
             with torch.no_grad():
                 slots[name].store(tensor)
     assert not waiting, waiting
@@ -166,8 +166,8 @@ def _match_slots(
             slots.pop(name, None)
             waiting += slot.pieces.items()
         elif slot.on_missing and (name not in stored or slots.get(name, slot) is not slot):
-            # Why the second: a slot of a layer, such as a bias, takes precedence over a piece with
-            # the same name.
+            # Why the second condition: a slot of a layer, such as a bias, takes precedence over a
+            # piece with the same name.
             if slots.get(name) is slot:
                 slots.pop(name)
             slot.on_missing()

@@ -82,7 +82,7 @@ class CPUKernels(Kernels):
         return activation_dtype, stored if in_16_bits else dtype
 
     def unquantized_linear(self, name: str) -> LinearMethod:
-        """Weights in panels; the head also has the pruned argmax."""
+        """Packs weights in panels; the method of the head also has the pruned argmax."""
         if self.dtype == torch.float64:
             return UnquantizedLinear(name)
         kind = PrunedArgmaxHead if name == "lm_head" else PackedLinear

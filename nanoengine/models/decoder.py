@@ -125,7 +125,7 @@ class Decoder(Layer):
 
 
 class DecoderLayer(Layer):
-    """One layer. The residual is passed on next to x; each norm adds x to it, then normalizes."""
+    """One layer. The residual is passed with x; each norm adds x to it and normalizes the sum."""
 
     def __init__(self, index: int, config: ModelConfig, context: ModelContext) -> None:
         super().__init__()

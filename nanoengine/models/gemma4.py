@@ -8,9 +8,9 @@
     token ids ─ embed_tokens_per_layer ────────────────────┐
     embeddings ─ per_layer_model_projection ─ norm ── + ── inputs [T, layers, input size]
 
-Full-attention layers and sliding-window layers have different head dims and numbers of KV heads. A
-block of the kind with fewer elements per token fills only a fraction of a slice of the KV cache, so
-m such layers share one slice: block b of the pool is their blocks m b, m b + 1, ...
+Full-attention layers and sliding-window layers have different head dims and numbers of KV heads. If
+blocks of one kind are m times smaller, m layers of this kind share one slice of the KV cache, which
+has the size for one layer of the other kind: block b of the pool is their blocks m b, m b + 1, ...
 
 `loader.py` uses this file if `plan.gemma4` is set. Linear layers, norms and attention use kernels;
 the rest is plain torch. On a CPU `layers/cpu_gemma4.py` fuses layers without experts.
@@ -99,7 +99,7 @@ class SharedSlice:
     """Layers that share one slice of the KV cache; it is bound like an `Attention`.
 
     Attributes:
-        spec: the spec of a layer whose blocks fill whole slices.
+        spec: the spec of a layer of the larger shape, which fills a slice alone.
     """
 
     def __init__(self, layers: Sequence[Attention], spec: AttentionSpec) -> None:
@@ -112,8 +112,8 @@ class SharedSlice:
             layer.bind(*parts, group)
 
     def _part(self, cache: torch.Tensor, layer: Attention, index: int) -> torch.Tensor:
-        """Views the slice in blocks of the layer's size, from the first block of layer `index` of
-        this slice on."""
+        """Returns the slice as blocks of the layer's size, starting at the first block of layer
+        `index` of this slice."""
         heads, dim = layer.spec.num_kv_heads, layer.spec.head_dim
         tokens_first = layer.backend.kv_layout == "PKD"
         size = cache.shape[1] if tokens_first else cache.shape[2]
@@ -326,7 +326,7 @@ class Gemma4Layer(GenericLayer):
 
 
 class Gemma4Attention(GenericAttention):
-    """Attention that norms values, without a weight. Values may be the projected keys.
+    """Attention that also norms values; this norm has no weight. Values may be the projected keys.
 
     Attributes:
         attention: the layer's own; with a `kv_source`, the source's.

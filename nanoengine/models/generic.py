@@ -150,9 +150,9 @@ class ScaledEmbedding(Embedding):
 
 
 class RotaryEmbeddings(Layer):
-    """Several RoPE configurations, each with the config of its layers; None: no RoPE.
+    """Several RoPE configurations: positions [T] -> one rotation per configuration.
 
-    positions [T] -> one rotation per configuration.
+    `ropes` has each (None: no RoPE) with the config of its layers.
     """
 
     def __init__(
@@ -222,7 +222,7 @@ class GenericLayer(DecoderLayer):
         return self.mlp_branch(x), residual
 
     def mlp_branch(self, x: torch.Tensor) -> torch.Tensor:
-        """Applies the MLP, its post-norm and the residual multiplier to x, which is pre-normed."""
+        """Applies MLP, post-norm and residual multiplier to x, the output of the pre-norm."""
         return self._norm_and_scale(self.mlp_output_norm, self.mlp(x))
 
     def _norm_and_scale(self, norm: Norm, x: torch.Tensor) -> torch.Tensor:

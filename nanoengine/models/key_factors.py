@@ -11,7 +11,7 @@ from nanoengine.attention.base import HeadNormWeights
 from nanoengine.models.decoder import CausalLM
 
 PROBES = 64
-"""Random inputs on which a layer's queries and keys are measured."""
+"""Number of random inputs on which a layer's queries and keys are measured."""
 MAX_EXPONENT = 16
 """Factors are from 2^-16 to 2^16."""
 

@@ -5,8 +5,8 @@ sequence instead of keys and values.
                                  └─ gate z ───────────────────────── silu ─── * ─ out_proj
     ShortConv       x ─ in_proj ─ input_gate * value ─ convolution ─ * output_gate ─ out_proj
 
-`batch.state_waves` has a step's sequences, with the slots of the states that they read and write. A
-wave is a set of sequences that do not read states that others of the same wave write.
+`batch.state_waves` has a step's sequences, with the slots of the states that they read and write.
+No sequence of a wave reads a state that another one of the same wave writes.
 
 Legend: T tokens, L tokens with logits, H / G value / key heads, E / V size of a key / value.
 """
@@ -45,8 +45,8 @@ class RecurrentLayer(Layer):
         name: the module's name in a checkpoint's layer.
         plan: the sizes of this rank's part of the layer.
         graph_safe: a decode makes no decision on the host, and writes nothing to slot 0.
-        decode_fn, prefill_fn: advance the sequences of a wave with one token, and those with
-            several; the methods `decode` and `prefill`, or kernels that replace them.
+        decode_fn, prefill_fn: advance the sequences of a wave that have one token, and those that
+            have several: the methods `decode` and `prefill`, or kernels that replace them.
     """
 
     name, graph_safe = "", False
@@ -79,8 +79,8 @@ class RecurrentLayer(Layer):
 
 
 class MatrixStateLayer(RecurrentLayer):
-    """The base of layers whose state is a matrix per head, updated by a rule, and the last inputs
-    of a convolution.
+    """The base of layers whose state has a matrix per head, which a rule updates, and the last
+    inputs of a convolution.
 
     Attributes:
         head_count_keys: the config's keys for the numbers of key heads and of value heads.
@@ -214,7 +214,7 @@ class GatedDeltaNet(MatrixStateLayer):
         )
         self.decay = Decay(key_heads * self.heads_per_key, context)
         self.norm = GatedRMSNorm(plan.value_dim, context)
-        # Why not the columns of out_proj: those of quantized blocks can't be reordered.
+        # Why not reorder out_proj's columns: in quantized blocks they can't be reordered.
         order = torch.arange(plan.num_value_heads).view(-1, self.heads_per_key).T.flatten()
         self.out_order = order if plan.tiled and self.heads_per_key > 1 else None
         if self.out_order is not None and shard.world_size > 1:

@@ -52,7 +52,7 @@ def load_model(
             reads nothing.
 
     Raises:
-        ConfigError: the ranks don't divide the model; `max_positions` exceeds its context; or
+        ConfigError: the model can't be split over ranks; `max_positions` exceeds its context; or
             `max_positions` is None, and the context is longer than `MAX_DEFAULT_CONTEXT`.
         WeightLoadError: see `stored_tensors`, `drop_tied_head`, `check_sizes` and `load_weights`.
     """
@@ -119,7 +119,7 @@ def load_model(
 def _accept_blocks(
     slots: Mapping[str, WeightSlot], stored: Mapping[str, TensorInfo]
 ) -> dict[str, WeightSlot]:
-    """Returns the slots; float slots accept quantized blocks if the GGUF file stores such."""
+    """Returns the slots; slots for floats also accept quantized blocks if the file has blocks."""
     from nanoengine.layers.quantized_formats import as_floats
 
     found: dict[str, WeightSlot] = {}
@@ -159,8 +159,8 @@ def model_class(config: ModelConfig) -> type[CausalLM]:
 
 
 def check_ranks(config: ModelConfig, ranks: int) -> None:
-    """Raises ConfigError unless everything that is split divides evenly over the ranks. Ranks share
-    KV heads if there are fewer KV heads than ranks."""
+    """Raises ConfigError if a size that is split is not a multiple of the number of ranks. Ranks
+    share KV heads if there are fewer KV heads than ranks."""
     is_mamba = config.states is not None and config.states.kind == "mamba"
     groups = "mamba_n_groups" if is_mamba else "linear_num_key_heads"
     sizes = {

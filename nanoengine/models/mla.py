@@ -51,10 +51,8 @@ Source: the families' model code."""
 
 
 def deinterleave_rope(linear: MergedLinear, nope_dim: int, rope_dim: int) -> None:
-    """Reorders the outputs of a layer whose checkpoint uses interleaved RoPE, which rotates
-    adjacent
-    pairs: in each head, the last `rope_dim` dimensions become the two halves that backends
-        rotate."""
+    """Reorders a layer's outputs from the order for interleaved RoPE, which rotates adjacent pairs:
+    in each head, the last `rope_dim` dimensions become the two halves that backends rotate."""
     pairs = torch.arange(nope_dim, nope_dim + rope_dim).view(-1, 2).T.flatten()
     head = torch.cat((torch.arange(nope_dim), pairs))
     for name, size in linear.parts.items():
@@ -117,7 +115,7 @@ class KVUpProjection(Layer):
 
     def weight_slots(self, path: str) -> dict[str, WeightSlot]:
         """The slot of the checkpoint's matrix, which is dequantized if it is quantized. A GGUF file
-        may have two matrices instead, whose key matrix is already in this layer's order."""
+        may have a key and a value matrix instead; its key matrix is already transposed."""
         split = {"k_b_proj": self.key_up, "v_b_proj": self.value_up}
         parent, own = path.rpartition(".")[0], self.stored and self.stored.of(path)
         pieces = {f"{parent}.{name}.weight": self._slot(linear) for name, linear in split.items()}

@@ -30,7 +30,7 @@ class SparseMLP(Layer):
 
     Attributes:
         routed: computes router and experts, [T, hidden_size] -> the same. After loading, a fused
-            kernel may replace it, which may include the shared expert (`adds_shared`).
+            kernel may replace it, which may also add the shared expert (`adds_shared`).
     """
 
     def __init__(
@@ -68,8 +68,8 @@ class SparseMLP(Layer):
 
     @property
     def graph_safe(self) -> bool:
-        """Whether it makes no decision on the host. `_sequential_experts` does: it reads the number
-        of tokens per expert."""
+        """Whether a CUDA graph can capture it. `_sequential_experts` reads the number of tokens per
+        expert on the host."""
         return getattr(self.routed, "graph_safe", False)
 
     def _sequential_experts(self, x: torch.Tensor) -> torch.Tensor:

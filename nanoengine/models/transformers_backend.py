@@ -35,8 +35,8 @@ from nanoengine.settings.checks import truncate
 
 INTERFACE = "nanoengine"
 ROUTERS = ("gate", "router", "classifier", "wg")
-"""Last parts of the names of linear layers that stay transformers' own. Why: a rounded router would
-choose other experts."""
+"""Last parts of the names of linear layers that are not swapped. Why: a router with rounded
+weights would choose other experts."""
 PROBE_TOKENS, PROBE_SPLIT, PROBE_WINDOW = 9, 5, 4
 
 
@@ -94,7 +94,7 @@ class BodyOutput(BaseModelOutput):
 
 
 class Hidden(nn.Module):
-    """Takes the place of the model's body, and returns hidden states that are computed already."""
+    """Replaces the base model (the body) while the head runs: returns known hidden states."""
 
     states: torch.Tensor
 
@@ -112,11 +112,11 @@ class TransformersLM(Layer):
 
     Attributes:
         batch: the engine's step; None: a probe, whose keys and values are kept in `past`.
-        calls: the probe's calls in order.
+        calls: the probe's attention calls in order: (module, spec).
         windows: per layer its sliding window in the probe, or None.
 
     Raises:
-        UnsupportedModelError: names what transformers' modules do that the cache can't hold.
+        UnsupportedModelError: the modules fail, or need more than the KV cache; says which.
     """
 
     graph_safe, recurrent_layers, key_factors = False, (), ()
@@ -139,7 +139,7 @@ class TransformersLM(Layer):
             for module in self.whole.modules():
                 vars(module)["model_of_step"] = self
             text = self.whole.config.get_text_config(decoder=True)
-            if any(self.windows):  # masks read it in each forward
+            if any(self.windows):  # transformers' masks read it
                 text.sliding_window = PROBE_WINDOW
             self.check(*self.probe(context.device))
             self.swap_linears(context)
@@ -174,8 +174,8 @@ class TransformersLM(Layer):
                 setattr(parent, name, SwappedLinear(method, bias))
 
     def probe(self, device: torch.device) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Computes the logits of a few tokens with transformers' own attention, and over cached
-        keys and values, in one step and in two."""
+        """Returns the logits of a few tokens with transformers' own attention, and over cached keys
+        and values, in two steps and in one."""
         ids = torch.arange(1, PROBE_TOKENS + 1, device=device) * 7 % self.config.vocab_size
         self.whole.set_attn_implementation("eager")
         expected = self.whole(input_ids=ids[None], use_cache=False).logits[0]
@@ -206,7 +206,7 @@ class TransformersLM(Layer):
     def check(self, expected: torch.Tensor, found: list[torch.Tensor]) -> None:
         """Checks the logits of a probe, and its calls, which must be one per layer.
 
-        Mean differences of logits are allowed up to the dtype's rounding.
+        Logits may differ on average by the dtype's rounding error.
 
         Raises:
             UnsupportedModelError: logits differ, or the calls don't agree with the config.
@@ -235,13 +235,13 @@ class TransformersLM(Layer):
         return out.last_hidden_state[0]
 
     def forward(self, batch: Batch) -> torch.Tensor:
-        """Returns the hidden states of the step's rows that give logits, [L, hidden_size]."""
+        """Returns the hidden states of the tokens with logits, [L, hidden_size]."""
         self.batch = batch
         hidden = self.body(batch.token_ids.long(), batch.positions.long())
         return hidden if batch.logits_indices is None else hidden[batch.logits_indices]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[L, hidden_size] -> [L, vocab_size], with what the model does to its logits."""
+        """[L, hidden_size] -> [L, vocab_size], including the model's scaling or soft cap."""
         modules, name = self.whole._modules, self.whole.base_model_prefix
         self.hidden.states, body = hidden, modules[name]
         ids = torch.zeros(1, len(hidden), dtype=torch.long, device=hidden.device)

@@ -27,7 +27,7 @@ GRANITE = layer(**GRANITE_KEYS, **LLAMA)
 WINDOW = family.windows(has_types=False)
 QWEN_WINDOWS = family.windows(family.from_max_window_layers, needs_flag=True)
 
-# Why: in no other family do checkpoints lack EOS tokens.
+# Why: checkpoints of GLM may lack EOS tokens, unlike all others.
 GLM_DEFAULTS = {"eos_token_id": [151_329, 151_336, 151_338]}
 # Why without effect: a config with alpha also has these keys, but transformers does not read them.
 HUNYUAN_ROPE = dict.fromkeys(

@@ -1,4 +1,4 @@
-"""Falcon 7B to 180B: attention and MLP in parallel, LayerNorm, queries and keys in one tensor."""
+"""Falcon 7B to 180B: attention and MLP in parallel, LayerNorm, q, k and v in one tensor."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ def normalize(raw: Json) -> Json:
 
 
 def norms(keys: ConfigReader) -> str:
-    """Attention and MLP are parallel and share a norm; the newer architecture may have one each."""
+    """Attention and MLP are parallel and share a norm; in the newer architecture, each may have
+    its own."""
     newer, count_key = keys.get("new_decoder_architecture"), "num_ln_in_parallel_attn"
     keys.require_one_of("parallel_attn", True)
     keys.require_one_of(count_key, None, 1, 2 if newer else 1)

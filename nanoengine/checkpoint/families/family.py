@@ -166,8 +166,8 @@ def smollm_window(keys: ConfigReader, layer: int) -> bool:
 
 
 def all_but_every(number: int | str = "sliding_window_pattern") -> WindowsReader:
-    """Returns a WindowsReader: the layers in `layer_types`, or else all layers except every n-th,
-    where n is this number or the value of this key. Such a model requires `sliding_window`."""
+    """Returns a WindowsReader: layers have a window as in `layer_types`, or else all except every
+    n-th, where n is `number` or the value of this key. `sliding_window` is required."""
 
     def slides(keys: ConfigReader, kinds: Kinds, layers: int) -> list[bool]:
         if kinds is not None:

@@ -103,7 +103,7 @@ GEMMA = {
 GEMMA_2 = {
     **from_keys("attn_logit_softcapping", "final_logit_softcapping"), **GEMMA,
 }
-# Why not in defaults.json: configs must have these sizes, except those of Gemma 2 and 3.
+# Why not in defaults.json: only configs of Gemma 2 and 3 may lack these sizes.
 GEMMA_2_DEFAULTS = {"max_position_embeddings": 8192}
 GEMMA_3_DEFAULTS = {
     "vocab_size": 262_208, "num_attention_heads": 8, "max_position_embeddings": 131_072,

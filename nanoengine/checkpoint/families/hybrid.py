@@ -29,7 +29,7 @@ MAMBA = "mamba"
 
 
 def delta_config(keys: ConfigReader) -> LinearAttentionConfig:
-    """Qwen3.5: the layers in `layer_types`, or else all except every
+    """Qwen3.5: the layers that are linear in `layer_types`, or else all except every
     `full_attention_interval`-th."""
     key_heads, key_dim = keys.get("linear_num_key_heads"), keys.get("linear_key_head_dim")
     heads, value_dim = keys.get("linear_num_value_heads"), keys.get("linear_value_head_dim")
@@ -57,7 +57,7 @@ def fused_delta_config(keys: ConfigReader) -> LinearAttentionConfig:
 
 
 def conv_config(keys: ConfigReader) -> LinearAttentionConfig:
-    """LFM2: the layers in `layer_types`, or else all except `full_attn_idxs`."""
+    """LFM2: the layers that are "conv" in `layer_types`, or else all except `full_attn_idxs`."""
     every, full = range(keys.require("num_hidden_layers")), keys.get("full_attn_idxs")
     kinds = keys.get("layer_types") or [FULL if full is None or n in full else CONV for n in every]
     return LinearAttentionConfig(
@@ -93,8 +93,8 @@ def lfm2_intermediate_size(keys: ConfigReader) -> int:
 
 
 def mamba_config(keys: ConfigReader) -> LinearAttentionConfig:
-    """Granite 4: the layers in `layer_types`, where they may be called "mamba". Bamba: all layers
-    except `attn_layer_indices`."""
+    """Granite 4: the layers that are linear (or "mamba") in `layer_types`. Bamba: all layers except
+    `attn_layer_indices`."""
     every, attention = range(keys.require("num_hidden_layers")), keys.get("attn_layer_indices")
     kinds = keys.get("layer_types") or [FULL if n in (attention or ()) else LINEAR for n in every]
     heads, size, inner = map(keys.get, ("mamba_n_heads", "mamba_d_head", "mamba_d_ssm"))
@@ -360,7 +360,7 @@ FAMILIES: dict[str, Family] = {
             key("num_local_experts"),
             moe.experts(**moe.MIXTRAL, shared_size=size("shared_intermediate_size")),
         ),
-        # Why: a config without these keys is not a model without experts.
+        # Why: a model whose config lacks these keys has experts.
         defaults={
             "num_local_experts": 8, "num_experts_per_tok": 2, "shared_intermediate_size": 1024,
         },

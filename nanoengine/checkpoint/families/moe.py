@@ -254,8 +254,8 @@ FAMILIES: dict[str, Family] = {
         moe=experts(
             **MIXTRAL, router_bias=True, expert_bias=True, interleaved=True, inputs_first=True,
         ),
-        # Why: the class also has a base, which would take precedence over the base in a config; and
-        # published checkpoints lack the dtype.
+        # Why: the config class also has a base, which would take precedence over a base in a
+        # config.json; and published checkpoints lack the dtype.
         defaults={
             "rope_parameters": {
                 "rope_type": "yarn", "factor": 32.0, "truncate": False,
