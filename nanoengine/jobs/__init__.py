@@ -1,4 +1,4 @@
-"""Batch jobs: files of rows in, a file of records out, resumable at any moment.
+"""Batch jobs: read files of rows, write a file of records, resume after interruptions.
 
     source      files to lines: JSON lines, text, CSV, Parquet; gzip, zstd, globs, stdin
     prefetch    rows that another thread supplies: from stdin, a parent process or Ray
@@ -8,12 +8,12 @@
     records     an output or an error to a line of JSON
     record_log  the output file: records are appended, and read back after a crash
     job         before a model loads: inputs, output files, which rows are done already
-    manifest    what the answers of a job depend on; another job is refused
+    manifest    what a job's answers depend on; an output of another job is refused
     journal     which rows were sent to the engine, and crashes per row
     paths       the paths of a job's files
     progress    a live line, log lines, the summary
     signals     graceful shutdown on Ctrl-C and SIGTERM
-    datasets    the same for data frames, tables and iterables in Python
+    datasets    answers for data frames, tables and iterables in Python
     pooled      rows that ask for embeddings and scores
     tables      writes a log of records as a Parquet or CSV file
     dry_run     checks rows before they run

@@ -1,7 +1,7 @@
 """`LLM.generate_dataset`: returns a table of the same type as its source, with answer columns.
 
     a path            runs like `nanoengine batch`; returns the path of the output
-    an iterable       of rows, dicts or prompts: a list for a list, an iterator for a lazy iterable
+    an iterable       of dicts or prompts; returns a list for a sequence, else an iterator
     a datasets.Dataset or IterableDataset, a pandas or polars data frame, an Arrow table
 
 The library of a source is recognized by the module of its class, so that only libraries that the
@@ -154,8 +154,8 @@ Rebuild = Callable[[AnsweredRows], Any]
 
 
 class _RowSource:
-    """Answered rows for `datasets`, which fingerprints its source by pickling it; a closure can't
-    be pickled. Each iteration answers the rows again, as for any lazy dataset."""
+    """Generates answered rows for `datasets`, which pickles this object for a fingerprint; a
+    closure can't be pickled. Each iteration answers the rows again, as for any lazy dataset."""
 
     def __init__(self, answered_rows: AnsweredRows) -> None:
         self._answered_rows = answered_rows
@@ -183,7 +183,7 @@ def _rows_and_rebuild(source: Any) -> tuple[Iterable[Any], Rebuild]:
             message = f"column {repeated[0]!r} occurs twice in the {type(source).__name__}"
             raise RequestError(message)
         return rows(source), lambda answered: join(source, columns, _columns(answered()))
-    # Why columns: iterating over other tables yields names of columns or values, not rows.
+    # Why check for columns: iterating over other tables yields column names or values.
     is_table = hasattr(source, "columns") or hasattr(source, "column_names")
     if is_table or isinstance(source, Mapping | bytes) or not isinstance(source, Iterable):
         raise RequestError(

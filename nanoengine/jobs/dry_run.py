@@ -33,7 +33,7 @@ def dry_run(options: JobOptions, config: EngineConfig, model: str) -> int:
     """Prints the rows that would fail, and the totals; returns 1 if a row would fail, else 0.
 
     Raises:
-        ConfigError: a job would be refused for the same reason.
+        ConfigError: the job itself would raise it too.
     """
     is_job_file = JobPaths(options.output, options.errors, options.summary_json).is_job_file
     inputs = find_inputs(options.inputs, options.input_format, is_job_file)

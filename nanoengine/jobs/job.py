@@ -98,8 +98,8 @@ class Job:
 
     Args:
         options: the options of the job.
-        describe: returns what answers depend on in model and engine, for the manifest. Why a
-            function: it reads all weights, which a refused job must not do.
+        describe: returns the manifest's description of model and engine. Why a function: it
+            reads all weights, so other checks come first.
 
     Attributes:
         num_rows: rows of all inputs; None with stdin.
@@ -175,7 +175,7 @@ class Job:
         owner = (
             manifests.load(path, errors_of=str) if isinstance(self._error_log, RecordLog) else None
         )
-        # Why: two jobs with one file would each count the other's rows as its own.
+        # Why: jobs that share a file would count each other's records.
         if owner is not None and owner["errors_of"] != self._paths.errors_of:
             raise ConfigError(
                 f"--errors {name!r} belongs to another job, see {path}: give another file"
@@ -240,7 +240,7 @@ class Job:
             manifests.require_same(earlier, manifest, self.inputs)
             self._read_back()
         elif earlier is not None and {**earlier, "created": 0} != {**manifest, "created": 0}:
-            earlier = None  # another job, without a record
+            earlier = None  # another job that wrote no record
         if earlier is None or options.retry_errors:
             paths.journal.unlink(missing_ok=True)
         if earlier is not None:

@@ -16,9 +16,9 @@ Invariants, whenever the process is killed:
 - The settings are on the disk before the first record is written.
 - The line of a row is written before the row is sent to the engine. It is not synced: a power
   failure does not count as a crash of a row.
-- Only complete lines count. The line break before `run` belongs to `run`, so it does not complete
-  a torn line.
-- A process that exits normally truncates its lines again, which works on a full disk.
+- Only complete lines count. `run` begins with its own line break, which does not complete a torn
+  line.
+- A process that exits normally truncates its lines, which also works on a full disk.
 
 One of the unfinished rows caused a crash, so the crash counts for each of them. A kill counts only
 if the process had finished no row: the kill may have had another cause, and must not make a row

@@ -63,7 +63,7 @@ def changed_inputs(described: list[dict[str, Any]]) -> Iterator[str]:
 
 
 def describe_engine(config: EngineConfig, name: str) -> dict[str, Any]:
-    """What answers depend on in model and engine: settings, and a digest per file of the model.
+    """The engine's settings that answers depend on, and a digest per file of the model.
 
     Raises:
         ConfigError: there is no such model.

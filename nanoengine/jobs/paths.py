@@ -1,4 +1,4 @@
-"""The paths of a job's files, which globs skip, and which --restart renames."""
+"""The paths of a job's files; globs skip these files, and --restart renames them."""
 
 from __future__ import annotations
 
@@ -54,12 +54,12 @@ class JobPaths:
         table_log: the log of records that a table is written from.
         manifest: identifies the job of the output, see `manifest.py`.
         journal: see `journal.py`.
-        errors_manifest: records which output the file of errors belongs to; None: no such file.
-        errors_of: the path of that output, relative to the file of errors.
+        errors_manifest: names the output of the --errors file; None without --errors.
+        errors_of: the path of that output, relative to that file's directory.
 
     Raises:
-        ConfigError: one of them is a directory, or has the suffix of another format; the summary
-            can't be written.
+        ConfigError: a path is a directory, or its suffix is not supported; the summary can't be
+            written.
     """
 
     def __init__(self, output: str, errors: str | None, summary_json: Path | None) -> None:
@@ -125,12 +125,12 @@ class JobPaths:
         return os.path.realpath(name) in map(os.path.realpath, job_files)
 
     def _files(self) -> list[Path]:
-        """The manifest is moved first: without it, no job resumes from the other files."""
+        """The files to rename. The manifest comes first: no job resumes without it."""
         files = (self.manifest, self.output, self._errors, self.journal, self.table_log)
         return [path for path in files if path is not None]
 
     def move_aside(self) -> None:
-        """Renames the files of an earlier job with the first unused number."""
+        """Adds the first unused number to the names of an earlier job's files."""
         files = [path for path in self._files() if path.exists() and path.stat().st_size]
         numbers = map(str, itertools.count(1))
         number = next(n for n in numbers if not any(self._numbered(p, n).exists() for p in files))

@@ -6,7 +6,7 @@
 
 A row may have many prompts, the parts of a `Task`, which run concurrently. This module is imported
 when the first such row is read.
-Source: OpenAI's API for embeddings, vLLM's API for scores, and the responses of both.
+Source: requests and responses of OpenAI's API (embeddings) and vLLM's API (scores).
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Rows that another thread supplies to a stream that pulls them; PAUSE if there is none yet.
+"""Queues rows from another thread for a stream that pulls them; PAUSE if none is ready yet.
 
     stdin ─ thread ─ Prefetcher: at most MAX_WAITING_BYTES of rows ─▶ window ─▶ engine
     rows from a parent process or from Ray ─ RowQueue ─────────────────────────▶ engine
 
-The engine steps only between two pulls, so a pull that waits for a row would stop running rows.
+The engine steps only between two pulls, so a pull that waits for a row would stall running rows.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from nanoengine.text.prompt_forms import PAUSE, Pause
 T = TypeVar("T")
 
 MAX_WAITING_BYTES = 16 << 20
-"""The thread stops reading above this size, which the last row may exceed."""
+"""The thread stops reading at this size; the last row may exceed it."""
 
 QUICK_WAIT_S = 0.001
 """A pull waits this long for a row before it yields PAUSE [s]: the thread may not be scheduled."""
@@ -30,7 +30,7 @@ JSON_VALUE_BYTES = 56
 
 
 class Prefetcher:
-    """Lines of an iterator that may block, read by a thread. Pulling a line raises its errors."""
+    """A thread reads an iterator of lines that may block. A pull raises the iterator's errors."""
 
     def __init__(self, lines: Iterator[Line]) -> None:
         self._lines = lines
@@ -70,9 +70,9 @@ class Prefetcher:
 
 
 class RowQueue(Generic[T]):
-    """A queue of rows as an iterator for `LLM.stream`, which blocks only while no row is running.
+    """A queue of rows as an iterator for `LLM.stream`. It blocks only while no row is running.
 
-    None in the queue ends a stream; the next iteration continues with the rows after it.
+    None in the queue ends a stream; the next stream gets the rows after it.
     """
 
     def __init__(self) -> None:

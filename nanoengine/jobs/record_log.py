@@ -6,7 +6,7 @@
     rewrite     atomically replaces the log by some of its lines, in another order
 
 A record is a JSON object on one line, with the fields of docs/batch.md and the number of a row.
-Another program may have rewritten it, with other spacing or another order of fields.
+Another program may have rewritten the file, with other spacing or order of fields.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ def _parse_json(line: bytes) -> Any:
 def parse_record(line: bytes, offset: int, num_rows: int) -> Record | None:
     """The record in a line; None if the line is not a record, or its row is not below `num_rows`.
 
-    Perf: 4 us, 3 of them for JSON. Why parse the whole line: the ends of a line don't show a page
-    of zeros inside, or half a record that is followed by another one.
+    Perf: 4 us, 3 of them for JSON. Why parse the whole line: its first and last bytes don't reveal
+    a page of zeros inside, or half a record followed by another one.
     """
     record, row = _parse_json(line), None
     if isinstance(record, dict) and record.keys() >= SIMPLE_FIELDS:
@@ -172,12 +172,12 @@ class RecordLog:
         try:
             with as_output_lost(self.path):
                 written = os.write(self._fd, line)
-                if written < len(line):  # on a full disk, where the second write raises
+                if written < len(line):  # The disk is full: the second write raises.
                     written += os.write(self._fd, line[written:])
                 if written < len(line):
                     raise OSError("only a part of a record was written")
             self._end = end
-        except BaseException:  # Why all: a signal may raise after the write.
+        except BaseException:  # Why all: a signal handler may raise here.
             if self._end < self.num_bytes < end:
                 os.ftruncate(self._fd, self._end)
             elif self.num_bytes >= end:
@@ -319,6 +319,6 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
         if os.name != "nt":  # Windows can't open a directory.
             directory = os.open(path.parent, os.O_RDONLY)
             try:
-                os.fsync(directory)  # its directory entries
+                os.fsync(directory)  # Syncs the rename.
             finally:
                 os.close(directory)

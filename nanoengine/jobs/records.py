@@ -112,7 +112,7 @@ LINE_ENDS = {0x85: "\\u0085", 0x2028: "\\u2028", 0x2029: "\\u2029"}
 
 
 def json_line(record: dict[str, Any]) -> bytes:
-    """A line of JSON; `backslashreplace` makes a JSON escape of a lone surrogate."""
+    """A line of JSON; `backslashreplace` writes a lone surrogate as a JSON escape."""
     try:
         text = ENCODER.encode(record)
     except (ValueError, TypeError):  # Parquet values, or floats that are not finite
@@ -142,7 +142,7 @@ def _usage(outputs: list[RequestOutput]) -> dict[str, int]:
 def _completion(
     output: RequestOutput, completion: CompletionOutput, record: dict[str, Any]
 ) -> dict[str, Any]:
-    """Adds a completion of a simple row to `record`; its token ids if it has no text."""
+    """Adds a completion of a simple row to `record`, with token ids if it has no text."""
     record["text"] = completion.text
     if not completion.text:
         record["token_ids"] = completion.token_ids

@@ -1,4 +1,4 @@
-"""Sorts tasks into a fast order, within windows, so that it needs bounded memory.
+"""Sorts tasks into a fast order, within windows, which bound the memory.
 
 Results don't depend on the order. Consecutive rows with a common prefix hit the prefix cache before
 the prefix is evicted. In the last window long rows run first, so that none runs alone at the end.
@@ -21,7 +21,7 @@ MAX_WAIT_S = 0.2
 """How long a window waits for more rows while the input has none [s]."""
 
 MIN_PREFIX_CHARS = 64
-"""Rows that share at least this many characters stay together in the last window; a few blocks."""
+"""Rows with a common prefix of this length (a few KV blocks) stay together in the last window."""
 
 CHARS_PER_TOKEN = 4
 

@@ -86,7 +86,7 @@ SUGGESTED_NAMES = {
 """Options of other programs or of bodies -> the name that an error suggests for a simple row."""
 
 MIN_SIMILARITY = 0.9
-"""A column this similar to an option is an error, as a typo; n_tokens, which is data, has 0.89."""
+"""A column this similar to an option is refused as a typo; n_tokens (0.89) is accepted as data."""
 
 MIN_NAME_LETTERS = 4
 MAX_CACHED_PARAMS = 1024
@@ -114,7 +114,7 @@ class Task:
         key: seeds the row's random numbers.
         size: approximate size of the row's content [bytes].
         turns: the user's further messages; each is sent after the answer to the one before.
-        outputs: outputs of earlier turns, or of some of the parts.
+        outputs: outputs of earlier turns, or of finished parts.
         output_parser: parses reasoning and tool calls; None: outputs are not parsed.
         parts: the prompts of a row that has several; they run concurrently.
         make_body: makes the body of the response from the outputs, in the order of the parts.
@@ -155,9 +155,9 @@ class RowOptions:
         trust_row_templates: Run chat templates from rows. They are programs, which run in a
             sandbox with limits on time and memory.
         reasoning_parser: Parse the model's reasoning: qwen3, deepseek_r1, mistral, granite,
-            openai_gptoss, or auto, by the chat template.
+            openai_gptoss, or auto, which selects by chat template.
         tool_call_parser: Parse tool calls: hermes, qwen3_coder, llama3_json, mistral, openai, or
-            auto, by the chat template, which is the default for OpenAI chats with tools.
+            auto, the default for OpenAI chats with tools, which selects by chat template.
     """
 
     sampling: Mapping[str, Any] = field(default_factory=dict)
@@ -397,7 +397,7 @@ class RowReader:
             del body[name]
 
     def _check_model(self, model: object) -> None:
-        """Warns once per name if a row names another model; the loaded one runs it."""
+        """Warns once per name if a row names another model; the loaded model is used."""
         if model is None or self._options.ignore_model:
             return
         if not isinstance(model, str):
@@ -451,7 +451,7 @@ class RowReader:
     def _with_parser(
         self, task: Task, params: dict[str, Any], tools: Any = None, choice: Any = None
     ) -> dict[str, Any]:
-        """Sets the output parser of a task; returns the row's parameters with the parser's."""
+        """Sets the output parser of a task; returns the row's and the parser's parameters."""
         options, is_chat = self._options, task.kind == "chat"
         if not options.parses_output and not (is_chat and (tools or choice)):
             return params
@@ -477,7 +477,7 @@ class RowReader:
     # --- sampling parameters --------------------------------------------------------------------
 
     def _params_for(self, fields: Mapping[str, Any], kind: Kind) -> SamplingParams:
-        """The job's parameters with the row's own; equal parameters share one object."""
+        """The job's parameters updated by the row's; equal parameters share an object."""
         own = {name: value for name, value in fields.items() if name in _PARAMS}
         key = f"{kind}{own!r}"
         params = self._params.get(key)
@@ -503,8 +503,7 @@ class RowReader:
 
 @functools.lru_cache
 def _chat_markers(template: str) -> list[str]:
-    """The markers that a chat template writes around messages; a prompt with one has them
-    already."""
+    """The markers that a chat template writes; a prompt with a marker is already rendered."""
     return CHAT_MARKER.findall(template)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from nanoengine.jobs.work import Work
 
 ALARM = getattr(signal, "SIGALRM", None)
-"""Ends the shutdown timeout. On Windows, a thread interrupts the main thread instead."""
+"""The signal when the shutdown timeout ends. On Windows, a thread interrupts the main thread."""
 
 
 class Stopped(KeyboardInterrupt):
@@ -29,7 +29,7 @@ class Signals:
 
     After the first signal, `work` gives out no more rows, and running rows get
     `shutdown_timeout_s` seconds. A second signal, or the end of that time, raises `Stopped`.
-    Without work, the first signal does.
+    If `work` is None, the first signal raises it.
 
     Attributes:
         work: the work to stop; None: no rows are running.

@@ -258,7 +258,7 @@ def _read_whole(file: BinaryIO) -> bytes:
 
 
 class _BoundedFile(io.FileIO):
-    """The first bytes of a file; from `bytewise_from` on, one byte per read."""
+    """The first `num_bytes` of a file; a read at or after `bytewise_from` returns one byte."""
 
     def __init__(self, path: str, num_bytes: int | None, bytewise_from: int = sys.maxsize) -> None:
         super().__init__(path)
@@ -266,7 +266,7 @@ class _BoundedFile(io.FileIO):
         self.bytewise_from = bytewise_from
         self.last_offset = 0  # where the last read began
 
-    read = io.RawIOBase.read  # implemented by `readinto`
+    read = io.RawIOBase.read  # calls `readinto`
 
     def readinto(self, buffer: Any) -> int:
         offset = self.last_offset = self.tell()
@@ -275,10 +275,10 @@ class _BoundedFile(io.FileIO):
 
 
 class _Decompressed(io.RawIOBase):
-    """A compressed file as decompressed bytes: all bytes before a damage, then an OSError.
+    """Decompresses a file: returns all bytes before the damage in it, then raises OSError.
 
-    Why it then reads again, the last part byte by byte: a call that reaches the damage loses the
-    bytes that it has already decompressed.
+    After an error it reads the file again, the last part byte by byte. Why: a call that reaches
+    the damage loses the bytes that it has decompressed.
     """
 
     def __init__(self, source: Input) -> None:
@@ -300,7 +300,7 @@ class _Decompressed(io.RawIOBase):
         is_bytewise = self._raw.bytewise_from < sys.maxsize
         try:
             data = self._file.read1(1 if is_bytewise else len(buffer))
-            if not data and self._raw.last_offset < self._raw.tell():  # bz2 and lzma ignore it
+            if not data and self._raw.last_offset < self._raw.tell():  # bz2, lzma don't raise
                 raise OSError("trailing garbage after its last member")
         except Exception as error:  # Why all: each library raises its own.
             if is_bytewise:
@@ -336,7 +336,7 @@ def _bounded_lines(file: BinaryIO, max_bytes: int) -> Iterator[tuple[int, bytes 
 
 
 def _json_rows(content: bytes, max_bytes: int) -> Iterator[tuple[int, bytes | RowError]]:
-    """The entries of an array, or of consecutive values, each with the number of its first line.
+    """The entries of an array, or consecutive values, each with the number of its first line.
 
     Raises:
         ValueError: the rest is not JSON.
@@ -344,7 +344,7 @@ def _json_rows(content: bytes, max_bytes: int) -> Iterator[tuple[int, bytes | Ro
     text, raw_decode = content.decode(errors="surrogateescape"), json.JSONDecoder().raw_decode
     end, line, closing = 0, 1, None
     while True:
-        begin = ROW_SEPARATOR.match(text, end).end()  # type: ignore[union-attr]  # it is optional
+        begin = ROW_SEPARATOR.match(text, end).end()  # type: ignore[union-attr]  # always matches
         line += text.count("\n", end, begin)
         if closing is None:
             closing, end = ("]", begin + 1) if text[begin : begin + 1] == "[" else ("", begin)
@@ -469,7 +469,7 @@ def _encode(text: str) -> bytes:
 
 
 def digest(path: str, num_bytes: int | None = None) -> str:
-    """xxh3 of a file's first `num_bytes`, by default of all of them; 10 GiB/s from the page
+    """xxh3 of a file's first `num_bytes`, by default of the whole file; 10 GiB/s from the page
     cache."""
     with _BoundedFile(path, num_bytes) as file:
         return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()

@@ -1,9 +1,9 @@
 """Writes a log of JSON records as a Parquet file or a CSV.
 
 It reads the log twice, with one batch of rows in memory: first for the types of the columns, then
-for the rows. A column whose values have no common Parquet type is written as JSON: numbers mixed
-with strings, `{}`, integers of 65 bits. If this shows only in the second pass, that pass starts
-again.
+for the rows. A column whose values have no common Parquet type is written as JSON, for
+example numbers mixed with strings, `{}`, or integers of 65 bits. If only the second pass finds
+such a value, it starts again.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def write_csv(
 ) -> None:
     """Writes the records at these offsets of a log, in this order, as a CSV with a header.
 
-    The columns of the input come first. A new column NAME is output_NAME if the input has a NAME.
+    The columns of the input come first. If the input has a NAME, the new column is output_NAME.
 
     Raises:
         OutputLostError: the disk is full.
@@ -127,7 +127,7 @@ def write_csv(
     new = [f"{name}_{i + 1}" if count > 1 else name for i in range(count) for name in fields]
     with atomic_write(path) as file:
         text = io.TextIOWrapper(file, encoding, "backslashreplace", newline="")
-        writer = csv.writer(text, delimiter=delimiter)  # Why \r\n: then a lone \r is quoted.
+        writer = csv.writer(text, delimiter=delimiter)  # Because lines end in \r\n, \r is quoted.
         writer.writerow([*columns, *(_unused_name(name, columns) for name in (*new, "error"))])
         for rows in _batches(log, offsets):
             for row, answers, error in map(_split, rows):

@@ -34,8 +34,8 @@ MAX_CRASHES = 3
 """A row is poison if the process crashed this often while the row ran."""
 
 SUSPECT_GROUPS = {2: 1, 1: 16}
-"""Crashes of a row -> how many such rows run at once: after the second crash one, so that the third
-crash identifies the row. Rows with two crashes run first."""
+"""Crashes of a row -> number of such rows that run at once. After two crashes a row runs alone, so
+that a third identifies it. Rows with two crashes run first."""
 
 IDLE_S = 0.02
 """Interval of polling for tasks while there are none and nothing runs [s]."""
@@ -49,8 +49,8 @@ class TooManyErrorsError(NanoEngineError):
 def gc_frozen() -> Iterator[None]:
     """Excludes all existing objects from garbage collection while rows run.
 
-    Why: waiting rows live long enough for the collector to walk them, and all objects of the
-    loaded libraries, seven times in 20,000 rows: 43 of 195 us per row (Zen 5).
+    Why: waiting rows live so long that the collector walks them, and all objects of the loaded
+    libraries, seven times in 20,000 rows. This takes 43 of 195 us per row (Zen 5).
     """
     if gc.get_freeze_count():  # frozen by the caller, or by another stream's thread
         yield
@@ -87,7 +87,7 @@ class Work:
     Args:
         tasks: pulled one by one when the engine accepts a row; PAUSE: no task is ready yet.
         suspects: tasks that ran while a process crashed, with their number of crashes.
-        finish: writes the record of a task: its outputs, of all turns, or its error.
+        finish: writes the record of a task from its outputs of all turns, or its error.
         on_start: called with each task before it runs.
         max_errors: maximum number of failed rows; None: no limit.
 
