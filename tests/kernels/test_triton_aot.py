@@ -99,7 +99,7 @@ RULES = [
     ([*MAIN, SM_100], EXPERTS[:2], registers(128) | COPIES),
     ([*MAIN, SM_100], EXPERTS[2:], registers(255) | COPIES),
     (MAIN, EXPERTS, MMA),
-    (EVERY, [f"{name}_{n}" for name in ("route_kernel", "align_kernel") for n in (16, 128, 256)],
+    (EVERY, [f"{name}_{n}" for name in ("route_kernel", "align_kernel") for n in (128, 256)],
      registers(168)),
     (EVERY, ["route_kernel_512", "align_kernel_512"], registers(248)),
     # Two logits rows of 256 threads at a time, or one of 512.

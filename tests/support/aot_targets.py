@@ -15,7 +15,7 @@ NO_PRODUCTS = {
     "gates_kernel", "gate_norm_kernel", "mamba_gates_kernel", "mamba_step_kernel",
     "mamba_norm_kernel", "mamba_step_kernel_256", "mamba_norm_kernel_256",
     *(f"{name}_{experts}" for name in ("route_kernel", "align_kernel")
-      for experts in (16, 128, 256, 512)),
+      for experts in (128, 256, 512)),
 }  # fmt: skip
 """Kernels without matrix products, whose tiles and copies are the same for all targets. With Triton
 3.9, sm_80, 89, 100 and 120 differ in instructions for single elements or pairs. These kernels are
