@@ -87,11 +87,11 @@ SCHEMA: dict[str, Key] = {
     # norms
     "rms_norm_eps": Key(float, 0, 1, 1e-6, gguf="attention.layer_norm_rms_epsilon"),
     **_each(
-        "layer_norm_eps layer_norm_epsilon norm_eps norm_epsilon",
+        "layer_norm_eps layer_norm_epsilon norm_eps",
         Key(float, 0, 1, 1e-5, gguf="attention.layer_norm_epsilon"),
     ),
     **_each("qk_layernorm use_qk_norm", _REJECT_FLAG),
-    **_each("use_post_norm use_sandwich_norm use_attention_gate", Key(bool, default=True)),
+    **_each("use_sandwich_norm use_attention_gate", Key(bool, default=True)),
     # attention
     "num_attention_heads": Key(int, 1, 2**16, gguf="attention.head_count"),
     "num_key_value_heads": Key(int, 1, 2**16, gguf="attention.head_count_kv"),

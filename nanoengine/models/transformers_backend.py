@@ -138,9 +138,9 @@ class TransformersLM(Layer):
             self.whole.eval().requires_grad_(False).to(context.device)
             for module in self.whole.modules():
                 vars(module)["model_of_step"] = self
-            text = self.whole.config.get_text_config(decoder=True)
-            if any(self.windows):  # transformers' masks read it
-                text.sliding_window = PROBE_WINDOW
+            self.whole.set_experts_implementation("eager")  # which supports every size and dtype
+            if any(self.windows):  # Why: masks read the window in each forward.
+                self.whole.config.get_text_config(decoder=True).sliding_window = PROBE_WINDOW
             self.check(*self.probe(context.device))
             self.swap_linears(context)
             self.whole.to(context.dtype)
@@ -221,7 +221,7 @@ class TransformersLM(Layer):
              f" AttentionInterface {len(calls)} times"),
             (len({module for module, _ in calls}) == len(calls), "it runs layers repeatedly"),
             (shapes == {heads}, f"its attention heads have the shapes {shapes}, not {heads}"),
-            (at_once, "its attention is not causal attention with a window, sinks or a soft cap"),
+            (at_once, "its attention is not causal, or more than a window, sinks and a soft cap"),
             (split, "a token depends on earlier ones outside of attention"),
         ):  # fmt: skip
             if not holds:

@@ -278,7 +278,7 @@ def test_a_rank_that_cannot_start_raises_its_error() -> None:
         ({"quantization": "int8_weight_only"}, "int8 weights quantized while.*int4_weight_only"),
         (
             {"quantization": "int4_weight_only"},
-            "groups of 256 inputs where .*head_dim=64: a rank's",
+            "groups of 256 inputs, because .*head_dim=64: a rank's",
         ),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
