@@ -36,6 +36,7 @@ from tests.support.model_helpers import all_logits, build, random_prompts  # noq
 PAGE = ROOT / "docs" / "models.md"
 EQUAL, BY_TRANSFORMERS = "equal", "equal, by transformers' modules"
 MAX_PARAMETERS = 30_000_000
+NOT_RUN = "not tested: the tiny checkpoint "
 BEGIN, END = "<!-- table: python tools/model_table.py -->", "<!-- end of the table -->"
 KNOWN = {
     getattr(transformers, kind).model_type: name
@@ -57,7 +58,7 @@ def tried(model_type: str, architecture: str) -> str:
             checkpoints.FAMILIES.setdefault(name, (type(config).__name__, fields))
         raw = checkpoints.make_config(name).to_dict()
     except Exception as error:  # whatever another library raises
-        return f"not written in this size: {type(error).__name__}"
+        return f"not tested: transformers makes no tiny checkpoint: {type(error).__name__}"
     try:
         raw |= {"architectures": [architecture]}
         parse_model_config(json.loads(json.dumps(raw, default=str)))
@@ -73,13 +74,13 @@ def tried(model_type: str, architecture: str) -> str:
                     config = checkpoints.make_config(name)
                     empty = transformers.AutoModelForCausalLM.from_config(config)
                 if sum(p.numel() for p in empty.parameters()) > MAX_PARAMETERS:
-                    return f"not computed in this size: more than {MAX_PARAMETERS:,} parameters"
+                    return f"{NOT_RUN}has more than {MAX_PARAMETERS:,} parameters"
             reference = checkpoints.make_checkpoint(directory, name).to(torch.float64)
             prompts = random_prompts(40, 1, 23)
             with torch.inference_mode():
                 logits = [reference(input_ids=torch.tensor([ids])).logits[0] for ids in prompts]
         except Exception as error:  # as above
-            return f"not computed in this size: {type(error).__name__}"
+            return f"{NOT_RUN}does not run in transformers: {type(error).__name__}"
         expected = torch.cat(logits)
         try:
             if result == EQUAL:

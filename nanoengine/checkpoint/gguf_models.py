@@ -195,7 +195,7 @@ def _rope_keys(model: GGUFModel) -> Json:
             scaling |= {key: metadata.get(SCHEMA[key].gguf, float) for key in POSITION_SCALE_KEYS}
             scaling["mscale"] = 1.0  # Why: no file has another value.
         elif metadata.architecture == "deepseek2":
-            # Why times ten: writers multiply it by 0.1. No file has another value for `mscale`.
+            # Why times ten: writers multiply it by 0.1. `mscale` is not stored; it is the same.
             log = 10 * metadata.get("rope.scaling.yarn_log_multiplier", float, 0.0)
             scaling |= {"mscale": log, "mscale_all_dim": log} if log else {}
         if metadata.get("rope.scaling.yarn_ext_factor", float, 1.0) != 1:

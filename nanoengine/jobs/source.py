@@ -134,7 +134,7 @@ def _input(name: str, form: Form | None) -> Input:
     for is_bad, message in (
         (not path.exists(), "does not exist"),
         (path.is_dir(), "is a directory: give its files, or a glob"),
-        (not path.is_file(), "is not a regular file, which can be read twice: pipe it to stdin, -"),
+        (not path.is_file(), "is not a regular file, to be read twice: pipe it to stdin, -"),
     ):
         if is_bad:
             raise ConfigError(f"input {name!r} {message}")

@@ -76,4 +76,4 @@ def _difference(recorded: bytes, repeated: bytes) -> str | None:
     start = next((i for i, (a, b) in pairs if a != b), min(len(old), len(new)))
     start = max(0, start - SHOWN_CHARS // 2)
     excerpts = (repr(text[start : start + SHOWN_CHARS]) for text in (old, new))
-    return "the output has {}, but alone it is {}".format(*excerpts)
+    return "the output has {}, but run again it is {}".format(*excerpts)

@@ -214,7 +214,7 @@ class Work:
             if crashes < MAX_CRASHES:
                 self._suspects[crashes].append(task)
             else:
-                self._fail(task, RowError("poison", f"{reason}, every time that this row ran"))
+                self._fail(task, RowError("poison", f"{reason} each time that this row ran"))
 
     def _handle(self, task: Task, output: RequestOutput) -> None:
         """Counts an output, and finishes, continues or fails its task."""

@@ -44,7 +44,7 @@ class RecurrentLayer(Layer):
     Attributes:
         name: the module's name in a checkpoint's layer.
         plan: the sizes of this rank's part of the layer.
-        graph_safe: a decode makes no decision on the host, and writes nothing to slot 0.
+        graph_safe: a decode makes no decision on the host, and leaves slot 0 zero (see `KVCache`).
         decode_fn, prefill_fn: advance the sequences of a wave that have one token, and those that
             have several: the methods `decode` and `prefill`, or kernels that replace them.
     """

@@ -37,7 +37,7 @@ REFUSED = {
     "in.xml": "has an unknown suffix",
     "in.jsonl in.jsonl": "input 'in.jsonl' is given twice",
     "in.jsonl ./in.jsonl": "input './in.jsonl' is given twice",
-    "pipe.jsonl": "is not a regular file, which can be read twice",
+    "pipe.jsonl": "is not a regular file, to be read twice",
     "x.jsonl.job.json --output x.jsonl --input-format txt": "is a file of the job",
     "latin.csv": "latin.csv': the header can't be read: the row is not UTF-8",
     "twice.csv": "twice.csv': the header can't be read: column 'prompt' occurs twice",
