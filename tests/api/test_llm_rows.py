@@ -24,6 +24,8 @@ from nanoengine import (
     TextPrompt,
     TokensPrompt,
 )
+from nanoengine.text.prompts import LONG_TEXT
+from nanoengine.text.tokenizer import Tokenizer
 from tests.support.fake_executor import make_engine
 from tests.support.fake_llm import ANSWERS, LONG, MakeLLM, assert_idle, executor, ids, texts
 from tests.support.text_fixtures import CHAT_TEMPLATE
@@ -371,3 +373,40 @@ def test_more_completions_than_rows_wait_for_rows(make_llm: MakeLLM, max_num_seq
         assert list(shown.values()) == [ANSWERS["one"]] * 7 + [ANSWERS["dog"]] * 7
         assert highest <= max_num_seqs
         assert_idle(llm)
+
+
+FAR_TOO_LONG = "the dog " * 100_000
+
+
+def test_a_prompt_that_is_far_too_long_is_not_encoded_to_its_end(
+    make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: a text of 15 MB was rejected only after 54 s and with 4.2 GiB."""
+    llm = make_llm({"one": "two"})
+    encode, lengths = Tokenizer.encode, []
+
+    def counted(self: Tokenizer, text: str, **options: Any) -> list[int]:
+        lengths.append(len(text))
+        return encode(self, text, **options)
+
+    monkeypatch.setattr(Tokenizer, "encode", counted)
+    chat = {"messages": [{"role": "user", "content": FAR_TOO_LONG}]}
+    chat["chat_template"] = "{{ messages[0]['content'] }}"
+    for prompt in (FAR_TOO_LONG, {"prompt": FAR_TOO_LONG}, chat):
+        lengths.clear()
+        with pytest.raises(PromptTooLongError, match=r"prompt 0: the prompt has at least \d+ tok"):
+            llm.generate([prompt], SamplingParams(), use_tqdm=False)
+        assert lengths == [LONG_TEXT]
+        first, second = llm.generate(["one", prompt], on_error="record", use_tqdm=False)
+        assert first.outputs[0].text == "two"
+        assert second.error is not None and "shorten it, or raise max_model_len" in second.error
+
+
+def test_a_long_prompt_that_fits_is_encoded(make_llm: MakeLLM) -> None:
+    text = FAR_TOO_LONG[: 2 * LONG_TEXT]
+    llm = make_llm({}, max_model_len=10**6, num_blocks=20_000)
+    (output,) = llm.generate([text], SamplingParams(max_tokens=1), use_tqdm=False)
+    assert len(output.prompt_token_ids) == len(llm.tokenizer.encode(text))
+    small = make_llm({}, max_model_len=10**6)
+    with pytest.raises(CapacityError, match=r"the prompt of at least \d+ tokens needs \d+ KV blo"):
+        small.generate([text], use_tqdm=False)
