@@ -159,7 +159,7 @@ def _make_engine(runner: ModelRunner, layout: KVLayout, started: float) -> LLMEn
             max_num_batched_tokens=budget,
             chunked_prefill=config.enable_chunked_prefill,
             long_prefill_threshold=config.long_prefill_threshold,
-            policy=make_policy(config.admission, config.preempt_above, config.admit_below),
+            policy=make_policy(config.admission),
         )
         overlap = device.type == "cuda" if config.overlap is None else config.overlap
 

@@ -195,7 +195,6 @@ def test_tiers_do_not_change_outputs(model, store, overlap, truth, tmp_path):
         {"enable_chunked_prefill": False, "max_model_len": 128, "max_num_batched_tokens": 256},
         {"watermark_frac": 0.2, "num_kv_blocks": 30, "block_size": 8},
         {"admission": "predictive", "num_kv_blocks": 25, "block_size": 8},
-        {"admission": "hysteresis", "num_kv_blocks": 25, "block_size": 8},
     ],
 )
 def test_other_settings_do_not_change_outputs(options, overlap, truth):

@@ -183,7 +183,7 @@ def pool_waste(items: SequenceOf[WorkItem], block_size: int = 16) -> list[dict[s
     found = []
     for policy, num_blocks in itertools.product(POLICIES, sizes):
         scheduler = make_scheduler(
-            num_blocks=num_blocks, block_size=block_size, policy=make_policy(policy, None, None)
+            num_blocks=num_blocks, block_size=block_size, policy=make_policy(policy)
         )
         report = simulate(items, scheduler)
         found.append(

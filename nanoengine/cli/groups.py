@@ -27,7 +27,7 @@ GROUPS = {
         kv_disk_gib"""),
     "scheduling": ("How sequences are scheduled.",
         """max_num_seqs max_num_batched_tokens enable_chunked_prefill long_prefill_threshold
-        watermark_frac admission preempt_above admit_below speculative debug_checks overlap"""),
+        watermark_frac admission speculative debug_checks overlap"""),
     "watching": ("Records or draws each step.", "trace trace_steps watch"),
 }  # fmt: skip
 

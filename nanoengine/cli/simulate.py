@@ -58,7 +58,7 @@ class SimulateArgs:
     max_tokens: int | None = None
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 8192
-    admission: Literal["predictive", "watermark", "hysteresis"] = "predictive"
+    admission: Literal["predictive", "watermark"] = "predictive"
     step_times: Path | None = None
     json: bool = False
     trace: str | None = None

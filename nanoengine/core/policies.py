@@ -1,10 +1,9 @@
-"""Admission policies that delay sequences: Hysteresis and Predictive; `make_policy` selects one.
+"""Predictive: the admission policy that delays sequences until their blocks will fit.
 
 A sequence that is admitted too early is preempted later, and its computed tokens are lost. The
-policies look at how full the pool is, or at how full it will become. The interface and the
-queue order are in `waiting.py`.
+interface and the queue order are in `waiting.py`.
 
-Selected by build.py, called by the Scheduler.
+Created by build.py, called by the Scheduler.
 """
 
 from __future__ import annotations
@@ -24,31 +23,6 @@ Ints = NDArray[np.int64]
 
 MAX_TIMES = 32
 """Number of times at which a prediction sums the blocks; few sequences end between two times."""
-
-
-class Hysteresis(AdmissionPolicy):
-    """Stops admission above a pressure of `preempt_above`, and resumes it below `admit_below`.
-
-    Pressure is the share of usable blocks that are active. Cached blocks can be evicted, so they
-    count as free.
-    """
-
-    def __init__(self, preempt_above: float = 0.95, admit_below: float = 0.80) -> None:
-        self.preempt_above = preempt_above
-        self.admit_below = admit_below
-        self._closed = False
-
-    def may_admit(
-        self, seq: Sequence, admission: Admission, running: list[Sequence], manager: BlockManager
-    ) -> bool:
-        """Whether the gate is open; the blocks of `seq` count towards closing it."""
-        usable = manager.pool.num_usable
-        active = usable - manager.pool.num_free
-        if self._closed:
-            self._closed = active >= self.admit_below * usable
-        else:
-            self._closed = active + admission.num_needed_blocks > self.preempt_above * usable
-        return not self._closed
 
 
 class Predictive(AdmissionPolicy):
@@ -179,11 +153,6 @@ def _blocks(num_tokens: Ints, manager: BlockManager) -> Ints:
     return total
 
 
-def make_policy(
-    name: str, preempt_above: float | None = None, admit_below: float | None = None
-) -> AdmissionPolicy | None:
-    """The policy that a setting selects; the two bounds are for "hysteresis"."""
-    if name == "hysteresis":
-        bounds = {"preempt_above": preempt_above, "admit_below": admit_below}
-        return Hysteresis(**{bound: at for bound, at in bounds.items() if at is not None})
+def make_policy(name: str) -> AdmissionPolicy | None:
+    """The policy that the setting `admission` selects; None: "watermark"."""
     return Predictive() if name == "predictive" else None

@@ -30,7 +30,7 @@ from typing import IO, Any
 from nanoengine.core.layout import KVGroup, KVLayout
 from nanoengine.core.make import make_block_manager
 from nanoengine.core.plan import StepPlan, StepResult, StepTimes, TokenLogprobs
-from nanoengine.core.policies import Hysteresis, Predictive
+from nanoengine.core.policies import Predictive
 from nanoengine.core.scheduler import Scheduler
 from nanoengine.core.sequence import Request, Sequence, SequenceMoves
 from nanoengine.core.speculation import enable_extras, set_drafts
@@ -43,7 +43,7 @@ from nanoengine.settings.checks import quoted
 from nanoengine.settings.params import SamplingParams
 from nanoengine.version import __version__
 
-POLICIES = {"WatermarkOnly": lambda: None, "Hysteresis": Hysteresis, "Predictive": Predictive}
+POLICIES = {"WatermarkOnly": lambda: None, "Predictive": Predictive}
 CALLS = {"add", "plan", "step", "abort", "fork", "recover", "evict", "reset"}
 """Each line has one of these keys; other lines, from later minor versions, are skipped."""
 MOVES = {"append_token", "fork", "finish", "drop"}

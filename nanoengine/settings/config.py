@@ -94,10 +94,7 @@ class EngineConfig:
         watermark_frac: Share of blocks that admission leaves free while sequences run, so that
             decodes do not preempt at once.
         admission: predictive: admit while the blocks of all running sequences fit at their
-            predicted peak; watermark: admit every sequence that fits now; hysteresis: between
-            `admit_below` and `preempt_above`.
-        preempt_above: Hysteresis: share of blocks in use at which admission stops; None: 0.95.
-        admit_below: Hysteresis: share of blocks in use below which it resumes; None: 0.80.
+            predicted peak; watermark: admit every sequence that fits now.
         kv_tiers: Where evicted KV blocks are kept: a HostTier, or a HostTier and a DiskTier.
         kv_cache_dtype: auto: the model's dtype. bfloat16: for float32 models, half the memory and
             traffic, with 7 bits of mantissa (backends cpu and naive). int8: one scale per token
@@ -167,9 +164,7 @@ class EngineConfig:
     gpu_memory_utilization: float | None = None
     enable_prefix_caching: bool = True
     watermark_frac: float = 0.01
-    admission: Literal["predictive", "watermark", "hysteresis"] = "predictive"
-    preempt_above: float | None = None
-    admit_below: float | None = None
+    admission: Literal["predictive", "watermark"] = "predictive"
     kv_tiers: tuple[Tier, ...] = ()
     kv_cache_dtype: Literal["auto", "bfloat16", "fp8", "int8"] = "auto"
     speculative: str | None = None
@@ -269,15 +264,3 @@ class EngineConfig:
             )
         if not self.enable_chunked_prefill and self.long_prefill_threshold:
             raise ConfigError("long_prefill_threshold needs enable_chunked_prefill=True")
-        above, below = self.preempt_above, self.admit_below
-        if (above, below) != (None, None) and self.admission != "hysteresis":
-            raise ConfigError(
-                f"preempt_above and admit_below need admission='hysteresis', got"
-                f" admission={self.admission!r}"
-            )
-        above, below = 0.95 if above is None else above, 0.8 if below is None else below
-        if not 0 < below <= above <= 1:
-            raise ConfigError(
-                f"0 < admit_below <= preempt_above <= 1 must hold, got admit_below={below},"
-                f" preempt_above={above}"
-            )

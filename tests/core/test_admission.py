@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanoengine.core.policies import Hysteresis, Predictive, make_policy
+from nanoengine.core.policies import Predictive, make_policy
 from nanoengine.core.waiting import MAX_OVERTAKEN
 from nanoengine.errors import ConfigError
 from nanoengine.settings.config import EngineConfig
@@ -16,24 +16,6 @@ from tests.support.fake_executor import make_engine, run
 
 def exactly(max_tokens: int) -> SamplingParams:
     return SamplingParams(max_tokens=max_tokens, ignore_eos=True)
-
-
-# --- hysteresis -----------------------------------------------------------------------------------
-
-
-def test_hysteresis_stops_admission_at_one_pressure_and_resumes_it_at_another():
-    # 20 usable blocks of 4 tokens; each request holds 4 blocks while it runs.
-    engine = make_engine(
-        num_blocks=21, policy=Hysteresis(0.7, 0.25), enable_prefix_caching=False, max_num_seqs=8
-    )
-    for i, length in enumerate((1, 2, 3, 3, 3, 3)):
-        engine.add_request(str(i), [i + 1] * 13, exactly(length))
-    run(engine)
-    admitted = [[new.seq_id for new in plan.admitted] for plan in engine.executor.plans]
-    # Three fit under 14 blocks. At 8 the gate stays closed; at 4 (under 5) it admits two. The last
-    # one waits until nothing runs; then the policy is not consulted.
-    assert admitted == [[0, 1, 2], [], [3, 4], [], [], [5], [], []]
-    assert engine.stats().preemptions == 0
 
 
 # --- prediction -----------------------------------------------------------------------------------
@@ -168,14 +150,14 @@ def test_a_windowed_sequence_is_predicted_to_hold_its_window_only():
 
 def test_the_last_waiting_sequences_are_admitted_longest_first():
     order = {}
-    for policy in (None, Hysteresis(), Predictive()):
+    for policy in (None, Predictive()):
         engine = make_engine(num_blocks=100, max_num_seqs=3, policy=policy)
         for i, length in enumerate((4, 6, 2, 9, 3, 3, 8)):
             engine.add_request(str(i), [i + 1], exactly(length))
         run(engine)
         plans = engine.executor.plans
         order[type(policy)] = [new.seq_id for plan in plans for new in plan.admitted]
-    assert order[type(None)] == order[Hysteresis] == [0, 1, 2, 3, 4, 5, 6]
+    assert order[type(None)] == [0, 1, 2, 3, 4, 5, 6]
     # Two run while the last two wait, and the later one is longer.
     assert order[Predictive] == [0, 1, 2, 3, 4, 6, 5]
 
@@ -199,15 +181,8 @@ def test_longer_sequences_that_are_newer_or_less_urgent_do_not_overtake():
 
 
 def test_admission_settings_are_checked():
-    for bad in (
-        {"admission": "optimistic"},
-        {"admission": "predictive", "admit_below": 0.5},
-        {"admission": "hysteresis", "admit_below": 0.99},
-        {"admission": "hysteresis", "preempt_above": 1.5},
-        {"admission": "hysteresis", "preempt_above": "high"},
-    ):
-        with pytest.raises(ConfigError, match=r"admission|admit_below|preempt_above"):
-            EngineConfig(model="m", **bad)
+    with pytest.raises(ConfigError, match="admission"):
+        EngineConfig(model="m", admission="optimistic")
 
 
 # --- no starvation --------------------------------------------------------------------------------
@@ -218,7 +193,7 @@ def test_admission_settings_are_checked():
     lengths=st.lists(st.tuples(st.integers(1, 30), st.integers(1, 8)), min_size=1, max_size=12),
     newcomers=st.integers(0, 2),
     num_blocks=st.sampled_from([11, 16, 24]),
-    policy=st.sampled_from(["watermark", "hysteresis", "predictive"]),
+    policy=st.sampled_from(["watermark", "predictive"]),
     max_num_seqs=st.integers(1, 6),
 )
 def test_every_request_finishes_in_a_bounded_number_of_steps(

@@ -380,7 +380,7 @@ OPTIONS: dict[str, list[Any]] = {
     "threshold": [0, 3, 8],
     "watermark": [0.0, 0.1],
     "late": [False, True],
-    "admission": ["watermark", "watermark", "hysteresis", "predictive"],
+    "admission": ["watermark", "predictive"],
     "seed": list(range(2**10)),
 }
 
