@@ -1,14 +1,13 @@
-"""Prefix cache statistics: counters, reasons of misses, block events, residency."""
+"""Prefix cache statistics: counters, reasons of misses, block events."""
 
 from __future__ import annotations
 
 import pytest
 
-from nanoengine.core.block_pool import Block, BlockPool
-from nanoengine.core.prefix_tree import Prefix, pack
+from nanoengine.core.block_pool import Block
+from nanoengine.core.prefix_tree import Prefix
 from nanoengine.core.stats import CacheStats
 from nanoengine.errors import RequestError
-from nanoengine.observe.residency import Residency
 from nanoengine.settings.params import SamplingParams
 from tests.support.fake_executor import ExecutorFailure, make_engine, run
 
@@ -138,38 +137,3 @@ def test_evict_drops_only_cached_blocks():
     for bad in (0, 65):
         with pytest.raises(RequestError, match="block ids"):
             engine.evict([bad])
-
-
-# --- residency ------------------------------------------------------------------------------------
-
-
-def test_residency_measures_the_three_spans():
-    now = [0.0]
-    residency = Residency(every=1, clock=lambda: now[0])
-    pool = BlockPool(num_blocks=2)
-    pool.observers.append(residency)
-    (block_id,) = pool.allocate(1)
-    pool.register([block_id], 0, [Prefix(b"a", None, pack([1]))])
-    now[0] = 1.0
-    pool.free([block_id])
-    now[0] = 1.5
-    pool.touch([block_id])
-    now[0] = 2.0
-    pool.free([block_id])
-    now[0] = 5.0
-    pool.allocate(1)
-    assert residency.reuse_gap_s == {0.5: 1}
-    assert residency.idle_s == {4.0: 1}
-    assert residency.lifetime_s == {8.0: 1}
-    assert "<= 4 s: 1" in str(residency)
-
-
-def test_residency_samples_blocks():
-    residency = Residency(every=4, clock=lambda: 0.0)
-    pool = BlockPool(num_blocks=9)
-    pool.observers.append(residency)
-    for block_id in pool.allocate(8):
-        pool.register([block_id], 0, [Prefix(bytes([block_id]), None, pack([1]))])
-    pool.free(range(1, 9))
-    assert pool.evict(range(1, 9)) == 8
-    assert sum(residency.lifetime_s.values()) == 2
