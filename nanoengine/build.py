@@ -113,7 +113,7 @@ def _build_engine(config: EngineConfig, tokenizer: Tokenizer | None) -> LLMEngin
         from nanoengine.observe.trace import trace_engine
 
         try:
-            trace_engine(engine, config.trace, steps=config.traced_steps(), config=config)
+            trace_engine(engine, config.trace, config=config)
         except BaseException:
             engine.close()
             raise

@@ -28,7 +28,7 @@ GROUPS = {
     "scheduling": ("How sequences are scheduled.",
         """max_num_seqs max_num_batched_tokens enable_chunked_prefill long_prefill_threshold
         watermark_frac admission speculative debug_checks overlap"""),
-    "watching": ("Records or draws each step.", "trace trace_steps watch"),
+    "watching": ("Records or draws each step.", "trace watch"),
 }  # fmt: skip
 
 POSITIONAL = tyro.conf.Positional[int].__metadata__[0]

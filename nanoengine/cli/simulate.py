@@ -45,8 +45,6 @@ class SimulateArgs:
         step_times: Estimate times from the steps in this report of `nanoengine bench --json`.
         json: Print JSON.
         trace: Write the inputs of the scheduler to this file; see docs/trace.md.
-        trace_steps: Show the trace from step A and end it before step B: A:B, where A and B are
-            optional.
     """
 
     num_blocks: int
@@ -62,16 +60,11 @@ class SimulateArgs:
     step_times: Path | None = None
     json: bool = False
     trace: str | None = None
-    trace_steps: str | None = None
 
     def __post_init__(self) -> None:
         require_positive(self, ConfigError, "num_requests", "prefix_len", "max_tokens")
-        self.steps()
-
-    def steps(self) -> tuple[int, int | None]:
-        """The steps to trace. Why EngineConfig: it checks its options, with the same errors."""
-        options = subset(EngineConfig, self)
-        return EngineConfig(model="-", num_kv_blocks=self.num_blocks, **options).traced_steps()
+        # Why EngineConfig: it checks its options, with the same errors.
+        EngineConfig(model="-", num_kv_blocks=self.num_blocks, **subset(EngineConfig, self))
 
 
 def main(args: SimulateArgs) -> None:
@@ -86,7 +79,7 @@ def main(args: SimulateArgs) -> None:
     sizes = {name: getattr(args, name) for name in SIZES}
     scheduler = make_scheduler(policy=make_policy(args.admission), **sizes)
     model = load_time_model(args.step_times) if args.step_times else None
-    with Trace(args.trace, scheduler, steps=args.steps()) if args.trace else nullcontext() as trace:
+    with Trace(args.trace, scheduler) if args.trace else nullcontext() as trace:
         report = simulate(
             items, scheduler, length_cap=args.max_tokens, time_model=model, trace=trace
         )

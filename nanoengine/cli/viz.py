@@ -12,10 +12,11 @@ from typing import Annotated
 from tyro.conf import arg
 
 from nanoengine.cli.options import TraceFile
+from nanoengine.errors import ConfigError
 from nanoengine.observe.trace_reader import read_trace
 from nanoengine.observe.viewer.page import page, token_decoder
 from nanoengine.observe.viewer.page_data import page_data
-from nanoengine.settings.config import EngineConfig
+from nanoengine.settings.checks import quoted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,14 +26,14 @@ class VizArgs:
     Attributes:
         recording: File of --trace.
         output: The page; None: next to the trace, as .html.
-        trace_steps: Show the steps from A to before B: A:B, where A and B are optional.
+        steps: Show the steps from A to before B: A:B, where A and B are optional.
         tokenizer: Directory of a model, whose tokenizer decodes the tokens; None: the tokenizer of
             the run, if it is on this machine.
     """
 
     recording: TraceFile
     output: Annotated[Path | None, arg(aliases=("-o",))] = None
-    trace_steps: str | None = None
+    steps: str = ":"
     tokenizer: Path | None = None
 
 
@@ -41,9 +42,12 @@ def main(args: VizArgs) -> None:
 
     Raises:
         TraceError: the file is not a trace, or has none of the steps.
-        ConfigError: the tokenizer can't be read.
+        ConfigError: the tokenizer can't be read, or the steps are invalid.
     """
-    steps = EngineConfig(model="none", trace="-", trace_steps=args.trace_steps).traced_steps()
+    first, colon, end = args.steps.partition(":")
+    if not colon or not f"0{first}{end}".isdecimal():
+        raise ConfigError(f"--steps must be A:B, got {quoted(args.steps)}")
+    steps = int(first or 0), int(end) if end else None
     recording = read_trace(args.recording)
     text_of = token_decoder(recording, args.tokenizer)
     data = page_data(recording, steps=steps, text_of=text_of, title=args.recording.name)

@@ -72,7 +72,6 @@ class Trace(contextlib.AbstractContextManager["Trace"]):
     Args:
         path: the file; with the suffix .gz it is compressed.
         scheduler: the scheduler to trace. It must be new, because a replay starts with a new core.
-        steps: the first step to show, and the one to stop before; None: no end.
         about: further entries of the header, on the run: model, config.
 
     Raises:
@@ -92,7 +91,6 @@ class Trace(contextlib.AbstractContextManager["Trace"]):
         path: str | PathLike[str],
         scheduler: Scheduler,
         *,
-        steps: tuple[int, int | None] = (0, None),
         about: Mapping[str, Any] | None = None,
     ) -> None:
         if scheduler.stats.steps or scheduler.has_unfinished:
@@ -100,7 +98,7 @@ class Trace(contextlib.AbstractContextManager["Trace"]):
                 f"trace={fspath(path)!r}: only a new engine can be traced, and this engine has run"
                 f" {scheduler.stats.steps} steps or has requests: pass trace when you create it"
             )
-        self._scheduler, self._end = scheduler, steps[1]
+        self._scheduler = scheduler
         self._file = _open(fspath(path))
         self._start_s = self._flushed_s = time.perf_counter()
         self._is_closed = False
@@ -128,7 +126,7 @@ class Trace(contextlib.AbstractContextManager["Trace"]):
             (cache, "reset", after_call(lambda _: self._write_call({"reset": True}))),
             *([(self._disk, "collect", after_call(self._on_collect))] if self._disk else []),
         )
-        header = _header(scheduler) | {"first": steps[0]} | self._disk_contents()
+        header = _header(scheduler) | self._disk_contents()
         self._write_call(header | dict(about or {}))
 
     def __exit__(self, *exc_info: object) -> None:
@@ -143,8 +141,6 @@ class Trace(contextlib.AbstractContextManager["Trace"]):
     def on_step(self, plan: StepPlan, result: StepResult, scheduler: object) -> None:
         """Writes the committed step; all of its times are known now."""
         self._write_call()
-        if self._end is not None and plan.step + 1 >= self._end:
-            self.close()
 
     # --- inputs of the core -------------------------------------------------------------------
 
@@ -243,7 +239,6 @@ def trace_engine(
     engine: LLMEngine,
     path: str | PathLike[str],
     *,
-    steps: tuple[int, int | None] = (0, None),
     config: EngineConfig | None = None,
 ) -> Trace:
     """Traces a new engine, until the trace or the engine is closed.
@@ -256,7 +251,7 @@ def trace_engine(
         "model": {name: getattr(engine.info, name) for name in keys},
         "config": {one.name: getattr(config, one.name) for one in fields(config)} if config else {},
     }
-    trace = Trace(path, engine.scheduler, steps=steps, about=about)
+    trace = Trace(path, engine.scheduler, about=about)
     engine.observers.append(trace)
     return trace
 

@@ -51,7 +51,7 @@ MOVES = {"append_token", "fork", "finish", "drop"}
 
 TraceLine = dict[str, Any]
 """A line of a trace."""
-HEADER: TraceLine = {"first": 0, "engine": "?", "date": "?"} | {
+HEADER: TraceLine = {"engine": "?", "date": "?"} | {
     name: {} for name in ("layout", "scheduler", "policy", "tiers", "model", "config")
 }
 """Defaults of a header."""
@@ -75,9 +75,8 @@ class Recording:
 
     @property
     def steps(self) -> list[int]:
-        """The numbers of the committed steps that are to be shown."""
-        steps = (entry["step"] for _, entry in self.lines if type(entry.get("step")) is int)
-        return [step for step in steps if step >= self.header["first"]]
+        """The numbers of the committed steps."""
+        return [entry["step"] for _, entry in self.lines if type(entry.get("step")) is int]
 
     @property
     def is_torn(self) -> bool:
@@ -85,7 +84,7 @@ class Recording:
         return not self.lines or "end" not in self.lines[-1][1]
 
     def replay(self) -> Replay:
-        """A replay, advanced to just before the first step to show is planned.
+        """A replay, before its first step.
 
         Raises:
             TraceError: see `Replay.steps`.
@@ -144,9 +143,6 @@ class Replay:
         with _damage(recording, 1):
             self.scheduler = _scheduler(recording.header, self._disk)
         self._remaining = deque(recording.lines)
-        first = recording.header["first"]
-        while first and self._remaining and self._remaining[0][1].get("plan") != first:
-            self._call(*self._remaining.popleft())
 
     def clock(self) -> float:
         """Returns `time_s`, as the clock of observers."""

@@ -111,8 +111,6 @@ class EngineConfig:
             debugging.
         trace: Write the run's inputs to this file, compressed if its name ends in .gz; see
             docs/trace.md. `nanoengine explain` shows what the steps did.
-        trace_steps: Show the trace from step A and end it before step B: A:B, where A and B are
-            optional.
         deterministic: The same bits for the same tokens, independent of the batch, of chunked
             prefill and of cache hits; slower. On a GPU with the triton backend; an error elsewhere.
         attention_backend: naive (plain torch for the whole model), cpu, triton, flash_attn, or a
@@ -171,7 +169,6 @@ class EngineConfig:
     logits_processors: tuple[Callable[..., Any] | BatchLogitsProcessor, ...] = ()
     debug_checks: bool = False
     trace: str | None = None
-    trace_steps: str | None = None
 
     deterministic: bool = False
     attention_backend: str = "auto"
@@ -185,18 +182,6 @@ class EngineConfig:
             return self.max_num_batched_tokens
         is_small = device_type == "cpu" and self.enable_chunked_prefill
         return max(1024 if is_small else 8192, self.max_num_seqs)
-
-    def traced_steps(self) -> tuple[int, int | None]:
-        """The first step to trace, and the step before which it ends; None: no end."""
-        first, colon, end = (self.trace_steps or ":").partition(":")
-        numbers = [int(text) if text.isdecimal() else None for text in (first or "0", end)]
-        if self.trace is None and self.trace_steps is not None:
-            raise ConfigError("trace_steps needs a trace: set trace to a file as well")
-        if not colon or numbers[0] is None or (end and numbers[1] is None):
-            raise ConfigError(f"trace_steps must be A:B, got {quoted(self.trace_steps)}")
-        if numbers[1] is not None and numbers[1] <= numbers[0]:
-            raise ConfigError(f"trace_steps must be A:B with A < B, got {self.trace_steps}")
-        return numbers[0], numbers[1]
 
     @classmethod
     def from_kwargs(cls, **kwargs: Any) -> EngineConfig:
@@ -215,8 +200,6 @@ class EngineConfig:
                 ) from error
             object.__setattr__(self, "chat_template", text)
         check_tiers(self.kv_tiers)
-        if self.trace_steps is not None:
-            self.traced_steps()
         if self.speculative is not None:
             from nanoengine.settings.speculative import ModelDrafts, parse_speculative
 

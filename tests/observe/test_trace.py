@@ -253,23 +253,6 @@ def test_a_run_of_a_model_is_traced_completely(tmp_path: Path) -> None:
     assert found[0].sequences[0].token_ids[:3] in beams  # with the last one the search ends
 
 
-def test_trace_steps_limit_the_trace(tmp_path: Path) -> None:
-    path = tmp_path / "run.trace"
-    engine = make_engine(num_blocks=65)
-    trace_engine(engine, path, steps=(3, 6))
-    requests = [engine.add_request(str(i), [i, 7, 8, 9, 9], greedy(12)) for i in range(3)]
-    run(engine)
-    engine.close()
-    recording = read_trace(path)
-    assert not recording.is_torn and recording.steps == [3, 4, 5]
-    assert [plan.step for plan, _ in recording.replay().steps()] == [3, 4, 5]
-    replay = recording.replay()
-    replay.run()
-    for request, seq in zip(requests, replay.scheduler.running, strict=True):
-        assert seq.output_token_ids == request.sequences[0].output_token_ids[:6]
-    assert "schedule" not in vars(engine.scheduler), "the hook was not removed"
-
-
 def test_only_a_new_engine_can_be_traced(tmp_path: Path) -> None:
     engine = make_engine()
     add(engine, "a", 0, 3, 2)
@@ -295,23 +278,6 @@ def test_a_full_disk_ends_the_trace_but_not_the_run(
     caplog.clear()
     Trace("/dev/full", make_scheduler(num_blocks=9, block_size=4), about={"a": "b" * 10_000})
     assert "the trace /dev/full ends here" in caplog.text
-
-
-@pytest.mark.parametrize(
-    ("options", "why"),
-    [
-        ({"trace_steps": "1:2"}, "set trace to a file as well"),
-        ({"trace": "t", "trace_steps": "5"}, "trace_steps must be A:B, got '5'"),
-        ({"trace": "t", "trace_steps": "-1:2"}, "trace_steps must be A:B, got '-1:2'"),
-        ({"trace": "t", "trace_steps": "2:x"}, "trace_steps must be A:B, got '2:x'"),
-        ({"trace": "t", "trace_steps": "3:3"}, "trace_steps must be A:B with A < B"),
-    ],
-)
-def test_steps_to_trace_are_checked(options: dict[str, str], why: str) -> None:
-    with pytest.raises(ConfigError, match=why):
-        EngineConfig(model="m", **options)
-    for text, steps in ((None, (0, None)), ("5:", (5, None)), (":7", (0, 7)), ("5:7", (5, 7))):
-        assert EngineConfig(model="m", trace="t", trace_steps=text).traced_steps() == steps
 
 
 def test_traces_of_replicas_and_missing_directories_raise() -> None:

@@ -278,7 +278,7 @@ def test_viz_writes_a_page_with_token_texts(
     from nanoengine.assets import demo_model_path
 
     out = tmp_path / "page.html"
-    options = ["--tokenizer", str(demo_model_path()), "--trace-steps", "10:20"]
+    options = ["--tokenizer", str(demo_model_path()), "--steps", "10:20"]
     assert main(["viz", str(SAMPLE), "-o", str(out), *options]) == 0
     meta, columns = unpacked(out.read_text(encoding="utf-8"))
     assert list(columns["step"]) == list(range(10, 20))
@@ -297,7 +297,7 @@ TORN = gzip.compress(gzip.decompress(SAMPLE.read_bytes()).partition(b"\n")[0] + 
     [
         (b"hello\n", [], "not a nanoengine trace"),
         (TORN, [], "it has no steps"),
-        (SAMPLE.read_bytes(), ["--trace-steps", "5"], "trace_steps must be A:B"),
+        (SAMPLE.read_bytes(), ["--steps", "5"], "--steps must be A:B"),
         (SAMPLE.read_bytes(), ["--tokenizer", "/nowhere"], "directory, got '/nowhere'"),
         (None, [], "No such file"),
     ],
