@@ -52,7 +52,7 @@ class Option(NamedTuple):
     def usage(self) -> str:
         """How the option is typed, with the type of its value."""
         if POSITIONAL in self.marks:
-            name = str(self.marks[-1].metavar)
+            name = getattr(self.marks[-1], "metavar", None) or self.name.upper()
             return name if self.default is MISSING else f"[{name}]"
         flag = "--" + self.name.replace("_", "-")
         if self.kind is bool:
@@ -68,8 +68,9 @@ class Option(NamedTuple):
             text += " May be given several times."
         if is_full and len(_choices(self.kind)) > MAX_CHOICES:
             text += f" One of {', '.join(_choices(self.kind))}."
-        if POSITIONAL not in self.marks:
-            text += default_note(self.default)
+        unset = (MISSING, None, False, ())
+        if POSITIONAL not in self.marks and not any(self.default is one for one in unset):
+            text += f" (default: {'yes' if self.default is True else self.default})"
         indent, usage = " " * INDENT, f"  {self.usage} "
         lines = textwrap.TextWrapper(width, indent, indent, break_on_hyphens=False).fill(text)
         return usage + lines[len(usage) :] if len(usage) <= INDENT else f"{usage[:-1]}\n{lines}"
@@ -106,7 +107,7 @@ def flat_class(options_class: type) -> type:
     """A class with the same options for tyro, which has no checks and no nested classes."""
     options = []
     for one in options_of(options_class):
-        marks = (*one.marks, arg(help=one.text, help_behavior_hint=default_note))
+        marks = (*one.marks, arg(help=one.text, help_behavior_hint=""))
         options.append((one.name, Annotated[(one.kind, *marks)], field(default=one.default)))
     return make_dataclass(options_class.__name__, options, kw_only=True)
 
@@ -124,13 +125,6 @@ def help_text(options_class: type, prog: str, *, is_full: bool) -> str:
     if len(shown) < len(options):
         lines += ["", f"{prog} --help-all shows all {len(options)} options."]
     return "\n".join(lines)
-
-
-def default_note(default: object) -> str:
-    """The note on a default that says more than that the option is not given."""
-    if default is MISSING or str(default) in ("", "()", "None", "False"):
-        return ""
-    return f" (default: {'yes' if default is True else default})"
 
 
 def _choices(kind: Any) -> tuple[str, ...]:

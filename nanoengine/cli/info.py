@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import math
 import re
-import sys
 import timeit
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing, suppress
-from dataclasses import dataclass, replace
-from itertools import groupby, islice
-from operator import itemgetter
+from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,8 +28,6 @@ if TYPE_CHECKING:
     from nanoengine.checkpoint.quantization import Quantization
 
 GIB = 2**30
-
-
 NO_MODEL = "-"
 CACHED_BYTES = 1 << 26
 """As many bytes of weights may be in the caches of a CPU, which are faster than its memory."""
@@ -76,9 +72,7 @@ def main(args: InfoArgs) -> None:
         directory = resolve_model(config)
         model, tokenizer = load_model_config(directory), None
         with suppress(NanoEngineError):  # Why: a checkpoint without a tokenizer runs on token ids.
-            # Why a name: without one, `Tokenizer.of` may read the model's config again.
-            named = replace(config, tokenizer=config.tokenizer or str(directory))
-            tokenizer = None if config.skip_tokenizer_init else Tokenizer.of(named)
+            tokenizer = None if config.skip_tokenizer_init else Tokenizer.of(config)
         model = with_tokenizer_eos(model, tokenizer, chats=True)
         quantized = args.quantization, model.quantization
         runs, backend = resolve_quantization(*quantized, device=device.type), args.attention_backend
@@ -102,7 +96,7 @@ def main(args: InfoArgs) -> None:
     sections["device"] = 1, device_lines(device)
     sections["versions"] = 0, map(" ".join, versions().items())
     if args.load and args.model != NO_MODEL:
-        sections["engine"] = sys.maxsize, engine_lines(config)
+        sections["engine"] = 99, engine_lines(config)
     is_full = args.all or args.model == NO_MODEL
     for title, (count, lines) in sections.items():
         for line in islice(lines, None if is_full else count):
@@ -227,11 +221,9 @@ def weight_sizes(
 
 
 def weight_lines(sizes: Mapping[tuple[str, str], float]) -> Iterator[str]:
-    """The size of all weights, and of each part by type."""
+    """The size of all weights, and per part and type."""
     yield f"{sum(sizes.values()) / GIB:.2f} GiB"
-    for part, group in groupby(sorted(sizes), key=itemgetter(0)):
-        types = (f"{sizes[name] / GIB:.2f} GiB of {name[1]}" for name in group)
-        yield f"{part}: {', '.join(types)}"
+    yield from (f"{part}: {size / GIB:.2f} GiB of {kind}" for (part, kind), size in sizes.items())
 
 
 def memory_lines(
@@ -287,13 +279,10 @@ def arithmetic_lines(
 
 
 MEASURED_KL = {
-    "int8": (0.0008, 0.0037),
-    "int8_weight_only": (0.0015, 0.0054),
-    "int4": (0.011, 0.067),
-    "int4_weight_only": (0.0087, 0.066),
-    "stored": (0.0008, 0.0036),
-    "KV cache in int8": (0.0002, 0.0007),
-}
+    "int8": (0.0008, 0.0037), "int8_weight_only": (0.0015, 0.0054),
+    "int4": (0.011, 0.067), "int4_weight_only": (0.0087, 0.066),
+    "stored": (0.0008, 0.0036), "KV cache in int8": (0.0002, 0.0007),
+}  # fmt: skip
 """Format -> smallest and largest mean KL of three trained models: docs/quantization.md."""
 
 PARTS = {
