@@ -27,7 +27,7 @@ COMMON = {
     "model": "model quantization max_model_len",
     "prompts": "inputs prompt file prompt_column template raw system",
     "answers": "max_tokens temperature top_p json_schema choices regex",
-    "output": "output json restart retry_errors dry_run",
+    "output": "output json restart dry_run",
 }
 GROUP_OF = {name: group for group, names in COMMON.items() for name in names.split()}
 OWN, ENGINE = "options", "engine"
