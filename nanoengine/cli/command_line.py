@@ -20,8 +20,7 @@ from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, ge
 from tyro.conf import Positional, UseAppendAction, arg
 
 from nanoengine.cli.field_docs import field_docs
-from nanoengine.cli.options import WITHOUT_OPTION, SamplingArgs
-from nanoengine.settings.config import EngineConfig
+from nanoengine.cli.options import WITHOUT_OPTION, EngineArgs, SamplingArgs
 
 COMMON = {
     "model": "model quantization max_model_len",
@@ -78,7 +77,7 @@ class Option(NamedTuple):
 
 def options_of(options_class: type) -> list[Option]:
     """The options of a command, in the order of --help-all."""
-    docs, is_engine = field_docs(options_class), issubclass(options_class, EngineConfig)
+    docs, is_engine = field_docs(options_class), issubclass(options_class, EngineArgs)
     samples, found = "sampling" in options_class.__dataclass_fields__, []
     for owner in (options_class, SamplingArgs) if samples else (options_class,):
         for name, hint in get_type_hints(owner, include_extras=True).items():
@@ -90,7 +89,7 @@ def options_of(options_class: type) -> list[Option]:
             text = re.sub(r"(^|[.] )None:", r"\1Default:", text).replace("None:", "default:")
             if owner is SamplingArgs:
                 text, group = text[0].upper() + text[1:], "answers"
-            elif is_engine and name in EngineConfig.__dataclass_fields__:
+            elif is_engine and name in EngineArgs.__dataclass_fields__:
                 group = ENGINE
             is_common = not is_engine or name in NAMES or (group == OWN and not samples)
             group = GROUP_OF.get(name, group) if is_engine else OWN

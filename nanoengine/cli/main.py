@@ -33,7 +33,7 @@ COMMANDS = {
     "embed": "write an embedding vector for each text of a file",
     "compare": "compare quantizations or files of a model with a reference",
     "eval": "score a model on tasks of lm-evaluation-harness",
-    "info": "show versions, device, attention backends and a model",
+    "info": "show whether a model fits and how it runs, the device and versions",
 }
 
 HELP = ("-h", "--help", "--help-all")
