@@ -13,6 +13,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Literal
 
@@ -35,6 +36,8 @@ from nanoengine.settings.files import is_gguf, read_object
 from nanoengine.settings.params import SamplingParams
 
 logger = logging.getLogger(__name__)
+warn_once = cache(logger.warning)
+"""Logs a warning once per process, because a command may read a config several times."""
 
 Ropes = tuple[RopeConfig | None, ...]
 Dtype = Literal["float32", "float16", "bfloat16", "float64"]
@@ -166,7 +169,7 @@ def load_model_config(directory: str | Path, *, model_impl: str = "auto") -> Mod
 
         if not is_decoder(raw):
             raise
-        logger.warning("%s has no native model: transformers' modules compute it", directory)
+        warn_once("%s has no native model: transformers' modules compute it", directory)
     from nanoengine.checkpoint.transformers_config import sizes_of
 
     keys, named = ConfigReader(raw), raw.get("architectures")

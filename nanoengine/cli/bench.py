@@ -20,8 +20,6 @@ class BenchArgs(EngineArgs, WorkOptions):
       nanoengine bench --model Qwen/Qwen3-0.6B --num-requests 32 --rounds 3
 
     Attributes:
-        model: Directory of a checkpoint, a hub id, or demo: the small model that comes with the
-            package.
         skip_tokenizer_init: Token ids in, token ids out; the text prompts of a JSONL file are
             encoded before the run.
         json: Write all numbers, with date, hardware, versions and command, to this file.

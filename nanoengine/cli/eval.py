@@ -1,6 +1,6 @@
 """usage: nanoengine eval MODEL --tasks TASK [TASK ...] [options of lm-eval run]
 
-Scores MODEL (a directory, a GGUF file, a hub id, or `demo`) with lm-evaluation-harness.
+Scores MODEL (a .gguf file, a directory, a hub id, or demo) with lm-evaluation-harness.
 
   nanoengine eval demo --tasks my_task --include_path tasks/
   nanoengine eval Qwen/Qwen3-0.6B --tasks arc_easy hellaswag --num_fewshot 5

@@ -1,16 +1,19 @@
-"""`nanoengine info`: shows the hardware, the backends that run on it, and a model's needs."""
+"""`nanoengine info`: shows whether a model fits and how it runs, and the hardware."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator
+import timeit
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing, suppress
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-from nanoengine.cli.options import DEMO, EngineArgs, ModelName, engine_options
+from nanoengine.cli.options import EngineArgs, ModelName, engine_options
 from nanoengine.errors import NanoEngineError
 from nanoengine.jobs.manifest import sampling_line
 from nanoengine.settings.config import EngineConfig
@@ -22,21 +25,30 @@ if TYPE_CHECKING:
     import torch
 
     from nanoengine.checkpoint.config import ModelConfig
-    from nanoengine.checkpoint.gguf import GGUFTensor
     from nanoengine.checkpoint.quantization import Quantization
 
 GIB = 2**30
+NO_MODEL = "-"
+CACHED_BYTES = 1 << 26
+"""As many bytes of weights may be in the caches of a CPU, which are faster than its memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InfoArgs(EngineArgs):
-    """Shows versions, device, attention backends, and a model without loading its weights.
+    """Shows whether a model fits and how it runs, without loading its weights. Without a model,
+    shows the device and versions.
+
+    examples:
+      nanoengine info model-Q4_K_M.gguf
+      nanoengine info Qwen/Qwen3-0.6B --quantization int4 --all
 
     Attributes:
-        load: Load the model as well, and show its memory plan.
+        all: Show all details: types of weights, stop tokens, attention backends, versions.
+        load: Load the model as well, and show its kernels and its memory plan.
     """
 
-    model: ModelName = DEMO
+    model: ModelName = NO_MODEL
+    all: bool = False
     load: bool = False
 
 
@@ -51,39 +63,47 @@ def main(args: InfoArgs) -> None:
     from nanoengine.checkpoint.quantization import resolve_quantization
     from nanoengine.runner.kv_cache import stored_dtype
     from nanoengine.runner.options import use_isa
-    from nanoengine.settings.files import is_gguf
 
     device, config = resolve_device(args.device), EngineConfig(**engine_options(args))
     use_isa(config)
-    directory = resolve_model(config)
-    model, tokenizer = load_model_config(directory), None
-    with suppress(NanoEngineError):  # Why: a checkpoint without a tokenizer runs on token ids.
-        tokenizer = None if config.skip_tokenizer_init else Tokenizer.of(config)
-    model = with_tokenizer_eos(model, tokenizer, chats=True)
-    dtype = resolve_dtype(args.dtype, model.dtype, device, backend=args.attention_backend)
-    kv_dtype = stored_dtype(args.kv_cache_dtype, dtype)
-    needs = {"device": device, "dtype": dtype, "head_dim": model.largest_head}
-    needs |= {"kv_dtype": kv_dtype, "is_mla": model.plan.mla is not None}
-    where = f"{device.type}, {_name(dtype)}, head_dim {model.largest_head}"
-    sections: dict[str, Iterable[str]] = {
-        "versions": map(" ".join, versions().items()),
-        "device": device_lines(device),
-        f"attention backends ({where})": backend_lines(needs),
-        f"model {args.model}": model_lines(model, directory, dtype, kv_dtype),
-        "answers": [ends_line(model, tokenizer), f"sampling: {sampling_line(config, model)}"],
-    }
-    runs = resolve_quantization(args.quantization, model.quantization, device=device.type)
-    sections["arithmetic"] = arithmetic_lines(runs, _name(dtype), args.kv_cache_dtype)
-    if is_gguf(directory):
-        sections["GGUF file"] = gguf_lines(directory)
-        if runs and device.type == "cpu":
-            sections["kernels"] = kernel_lines(directory, runs.activations)
-    if args.load:
-        sections["engine"] = engine_lines(config)
-    for title, lines in sections.items():
-        print(title)
-        for line in lines:
-            print(f"  {line}")
+    # Title -> number of lines without --all, and all lines.
+    sections: dict[str, tuple[int, Iterable[str]]] = {}
+    if args.model != NO_MODEL:
+        directory = resolve_model(config)
+        model, tokenizer = load_model_config(directory), None
+        with suppress(NanoEngineError):  # Why: a checkpoint without a tokenizer runs on token ids.
+            tokenizer = None if config.skip_tokenizer_init else Tokenizer.of(config)
+        model = with_tokenizer_eos(model, tokenizer, chats=True)
+        quantized = args.quantization, model.quantization
+        runs, backend = resolve_quantization(*quantized, device=device.type), args.attention_backend
+        dtype = resolve_dtype(
+            args.dtype, model.dtype, device, backend=backend, quantized=any(quantized)
+        )
+        kv_dtype = stored_dtype(args.kv_cache_dtype, dtype)
+        needs = {"device": device, "dtype": dtype, "head_dim": model.largest_head}
+        needs |= {"kv_dtype": kv_dtype, "is_mla": model.plan.mla is not None}
+        sizes = weight_sizes(model, directory, dtype, runs)
+        has_chats = tokenizer is not None and bool(tokenizer.chat_template)
+        answers = [f"chat template: {'yes' if has_chats else 'no'}", ends_line(model, tokenizer)]
+        sections = {
+            "model": (4, model_lines(model, directory, dtype, kv_dtype)),
+            "weights": (1, weight_lines(sizes)),
+            "memory": (2, memory_lines(model, device, sizes, token_bytes(model, kv_dtype))),
+            "answers": (1, [*answers, f"sampling: {sampling_line(config, model)}"]),
+            "arithmetic": (1, arithmetic_lines(runs, _name(dtype), args.kv_cache_dtype)),
+            "attention": (0, backend_lines(needs)),
+        }
+    sections["device"] = 1, device_lines(device)
+    sections["versions"] = 0, map(" ".join, versions().items())
+    if args.load and args.model != NO_MODEL:
+        sections["engine"] = 99, engine_lines(config)
+    is_full = args.all or args.model == NO_MODEL
+    for title, (count, lines) in sections.items():
+        for line in islice(lines, None if is_full else count):
+            print(f"{title:<12}{line}")
+            title = ""
+    if not is_full:
+        print(f"{'':<12}nanoengine info {args.model} --all shows more.")
 
 
 def engine_lines(config: EngineConfig) -> Iterable[str]:
@@ -103,19 +123,18 @@ def device_lines(device: torch.device) -> Iterator[str]:
     import torch
 
     from nanoengine.kernels.isa import CURRENT, available, cpu_features
-    from nanoengine.runner.memory import free_cpu_bytes
 
     if device.type == "cuda":
         free, total = (size / GIB for size in torch.cuda.mem_get_info(device))
         name = torch.cuda.get_device_name(device)
         yield f"{device}: {name}, {free:.1f} of {total:.1f} GiB free"
         return
-    from nanoengine.kernels.threads import num_workers, thread_reason
+    from nanoengine.kernels.threads import thread_reason
     from nanoengine.runner.options import use_allowed_cores
 
     use_allowed_cores()
-    capability, free = torch.backends.cpu.get_cpu_capability(), free_cpu_bytes() / GIB
-    yield f"cpu: {num_workers()} threads ({thread_reason()}), {free:.1f} GiB free, {capability}"
+    capability, threads = torch.backends.cpu.get_cpu_capability(), torch.get_num_threads()
+    yield f"cpu: {threads} threads ({thread_reason()}), {capability}"
     yield f"kernels for {CURRENT}"
     yield f"cpu_isa may be {', '.join(isa.name for isa in available(cpu_features()))}"
 
@@ -135,17 +154,24 @@ def backend_lines(needs: dict[str, Any]) -> Iterable[str]:
         yield f"{name}: {state}{', chosen by auto' if name == chosen else ''}"
 
 
+def token_bytes(model: ModelConfig, kv_dtype: torch.dtype) -> int:
+    """Bytes per token of the KV cache."""
+    from nanoengine.runner.kv_cache import block_bytes
+
+    m, gemma4 = model, model.plan.gemma4
+    slices = m.attention_layers if gemma4 is None else gemma4.slices(m.sliding_windows)
+    sizes = {"num_kv_heads": m.num_key_value_heads, "head_dim": m.head_dim, "block_size": 1}
+    parts = 2 if m.plan.mla is None else 1
+    return block_bytes(num_layers=len(slices), parts=parts, dtype=kv_dtype, **sizes)
+
+
 def model_lines(
     model: ModelConfig, directory: Path, dtype: torch.dtype, kv_dtype: torch.dtype
 ) -> Iterable[str]:
     """The model's shape, and the memory per token of its KV cache."""
-    from nanoengine.runner.kv_cache import block_bytes, state_bytes
+    from nanoengine.runner.kv_cache import state_bytes
 
-    m, states, moe, varied = model, model.states, model.moe, model.plan.gemma4
-    slices = m.attention_layers if varied is None else varied.slices(m.sliding_windows)
-    sizes = {"num_kv_heads": m.num_key_value_heads, "head_dim": m.head_dim, "dtype": kv_dtype}
-    parts = 2 if m.plan.mla is None else 1
-    token_bytes = block_bytes(block_size=1, num_layers=len(slices), parts=parts, **sizes)
+    m, states, moe, kv_bytes = model, model.states, model.moe, token_bytes(model, kv_dtype)
     yield str(directory)
     yield (
         f"{m.architecture}: {m.num_hidden_layers} layers, hidden size {m.hidden_size},"
@@ -155,16 +181,72 @@ def model_lines(
     yield (
         f"context {m.max_position_embeddings:,} tokens, stored as {m.dtype}, runs in {_name(dtype)}"
     )
-    per_gib = f"{GIB // token_bytes:,} tokens per GiB"
-    yield f"KV cache: {token_bytes:,} bytes per token in {_name(kv_dtype)}, {per_gib}"
+    per_1000 = f"{1000 * kv_bytes / 2**20:,.1f} MiB per 1,000 tokens"
+    yield f"KV cache: {kv_bytes:,} bytes per token in {_name(kv_dtype)}, {per_1000}"
     if windows := set(m.sliding_windows) - {None}:
         yield f"sliding windows of {sorted(windows)} tokens"
     if moe:
         yield f"{moe.num_experts} experts, {moe.num_experts_per_tok} per token"
     if states:
         size, count = state_bytes([states] * len(states.layers), dtype), len(states.layers)
-        in_tokens = f"as much as the KV cache of {size / token_bytes:,.0f} tokens"
+        in_tokens = f"as much as the KV cache of {size / kv_bytes:,.0f} tokens"
         yield f"recurrent state: {size:,} bytes per sequence in {count} layers, {in_tokens}"
+
+
+def weight_sizes(
+    model: ModelConfig, directory: Path, dtype: torch.dtype, quantization: Quantization | None
+) -> Counter[tuple[str, str]]:
+    """Bytes of all weights per part of the model and stored type.
+
+    They are counted as they are stored, but floats in at most the bits of `dtype`, and layers that
+    are quantized at load in the bits after that.
+    """
+    from nanoengine.checkpoint.files import stored_tensors
+    from nanoengine.checkpoint.gguf import TYPES
+
+    sizes = Counter[tuple[str, str]]()
+    for name, (_, shape, kind) in stored_tensors(directory).items():
+        if model.ignored_tensors and re.match(model.ignored_tensors, name):
+            continue
+        part = next((part for part, names in PARTS.items() if re.search(names, name)), "rest")
+        if quantization and quantization.stored is None and part in ("attention", "experts", "MLP"):
+            bits = float(quantization.bits)
+        elif block := TYPES.get(kind):
+            bits = 8 * block.bytes / block.inputs
+        else:  # such as F64, F8_E4M3, I32 or BOOL
+            bits = float(re.findall(r"\d+", f"{kind} 8")[0])
+        bits = min(bits, 8 * dtype.itemsize) if kind.startswith(("F", "BF")) else bits
+        sizes[part, kind] += math.prod(shape) * bits / 8
+    return sizes
+
+
+def weight_lines(sizes: Mapping[tuple[str, str], float]) -> Iterator[str]:
+    """The size of all weights, and per part and type."""
+    yield f"{sum(sizes.values()) / GIB:.2f} GiB"
+    yield from (f"{part}: {size / GIB:.2f} GiB of {kind}" for (part, kind), size in sizes.items())
+
+
+def memory_lines(
+    model: ModelConfig, device: torch.device, sizes: Mapping[Any, float], kv_bytes: int
+) -> Iterator[str]:
+    """Whether weights and KV cache fit in the free memory, and how fast a CPU reads the weights."""
+    import torch
+
+    from nanoengine.runner.memory import free_cpu_bytes
+
+    is_cpu, moe, num_bytes = device.type == "cpu", model.moe, sum(sizes.values())
+    free = free_cpu_bytes() if is_cpu else torch.cuda.mem_get_info(device)[0]
+    tokens = int(free - num_bytes) // kv_bytes
+    fits = f"fits, with at most {tokens:,} tokens of KV cache" if tokens > 0 else "does not fit"
+    yield f"{free / GIB:.1f} GiB are free: the model {fits}"
+    experts = moe.num_experts_per_tok / moe.num_experts if moe else 1.0
+    shares = {"embedding": float(model.tie_word_embeddings), "experts": experts}
+    read = sum(size * shares.get(part, 1.0) for (part, _), size in sizes.items())
+    if is_cpu and read > CACHED_BYTES:
+        x = torch.ones(1 << 25)
+        rate = x.nbytes / min(timeit.repeat(x.amax, number=1, repeat=20))
+        speed = f"at most about {rate / read:,.0f} tokens per second for one prompt"
+        yield f"{read / GIB:.2f} GiB are read per token, at {rate / GIB:.0f} GiB/s: {speed}"
 
 
 def ends_line(model: ModelConfig, tokenizer: Tokenizer | None) -> str:
@@ -183,75 +265,29 @@ def arithmetic_lines(
     """How linear layers compute, and the measured errors of lossy formats on real models."""
     from nanoengine.bench.compare import LOSSY
 
-    formats, linear = [], f"{dtype} weights and activations"
-    if quantization is not None:
-        stored, is_int8 = quantization.stored, quantization.activations == "int8"
-        linear = str(quantization)
-        if stored is None:
-            formats = [f"int{quantization.bits}{'' if is_int8 else '_weight_only'}"]
-        elif is_int8 and stored.format == "gguf":
-            formats = ["stored"]  # Why only this: other formats have not been measured.
-        if is_int8:
-            rotated = formats == ["int8"] or (stored and stored.format == "int-quantized")
-            linear += f", one scale per token and {'64 rotated' if rotated else '32'} inputs"
-    yield f"linear layers: {linear}; sums in float32"
+    formats = []
+    if quantization is not None and (stored := quantization.stored) is None:
+        suffix = "" if quantization.activations == "int8" else "_weight_only"
+        formats = [f"int{quantization.bits}{suffix}"]
+    elif quantization and quantization.activations == "int8" and stored.format == "gguf":
+        formats = ["stored"]  # Why only this: other formats have not been measured.
+    yield f"linear layers: {quantization or f'{dtype} weights and activations'}; sums in float32"
     for name in (*formats, *["KV cache in int8"] * (kv_cache_dtype == "int8")):
         low, high = MEASURED_KL[name]
         lossy = "lossy: " if high > LOSSY else ""
         yield f"{lossy}{name}: mean KL of {low} to {high} to the same weights in float32"
 
 
-def gguf_lines(path: Path) -> Iterable[str]:
-    """The content of a GGUF file per part of the model: number of elements, and types."""
-    from nanoengine.checkpoint.gguf import read_gguf
-
-    file = read_gguf(path)
-    parts: dict[str, list[GGUFTensor]] = {}
-    for name, tensor in file.tensors.items():
-        part = next((part for part, names in GGUF_PARTS.items() if re.search(names, name)), "rest")
-        parts.setdefault(part, []).append(tensor)
-    preposition = "with" if "tokenizer.chat_template" in file.metadata else "without"
-    yield f"{file.metadata.get('general.name', path.stem)}, {preposition} a chat template"
-    for part, tensors in {**parts, "all": list(file.tensors.values())}.items():
-        count = sum(math.prod(tensor.shape) for tensor in tensors)
-        size = sum(tensor.num_rows * tensor.row_bytes for tensor in tensors)
-        types = ", ".join(sorted({tensor.type for tensor in tensors}))
-        bits, gib = 8 * size / count, size / GIB
-        yield f"{part}: {count:,} elements of {bits:.2f} bits, {gib:.2f} GiB: {types}"
-
-
-def kernel_lines(path: Path, activations: Literal["int8", "float"]) -> Iterable[str]:
-    """The CPU kernel per quantized type of a GGUF file, as the layer chooses it."""
-    import torch
-
-    from nanoengine.checkpoint.gguf import read_gguf
-    from nanoengine.layers.cpu_quantized import kernel_of
-    from nanoengine.layers.gguf_blocks import LAYOUTS, read_blocks
-
-    # Why the length of rows: a row must consist of whole blocks.
-    tensors, sizes_of = read_gguf(path).tensors.values(), dict[str, list[str]]()
-    for type, size in sorted({(t.type, t.row_bytes) for t in tensors if t.type in LAYOUTS}):
-        row = read_blocks(type, torch.zeros(1, size, dtype=torch.uint8))
-        kernel = kernel_of(row, activations)
-        name = "plain torch" if kernel is None else f"kernel {kernel.__name__}"
-        text = f"{type}: {name}, codes of {row.bits} bits, rows of"
-        sizes_of.setdefault(text, []).append(f"{row.values.shape[1]:,}")
-    yield from (f"{text} {' and '.join(sizes)} inputs" for text, sizes in sizes_of.items())
-
-
 MEASURED_KL = {
-    "int8": (0.0008, 0.0037),
-    "int8_weight_only": (0.0015, 0.0054),
-    "int4": (0.011, 0.067),
-    "int4_weight_only": (0.0087, 0.066),
-    "stored": (0.0008, 0.0036),
-    "KV cache in int8": (0.0002, 0.0007),
-}
+    "int8": (0.0008, 0.0037), "int8_weight_only": (0.0015, 0.0054),
+    "int4": (0.011, 0.067), "int4_weight_only": (0.0087, 0.066),
+    "stored": (0.0008, 0.0036), "KV cache in int8": (0.0002, 0.0007),
+}  # fmt: skip
 """Format -> smallest and largest mean KL of three trained models: docs/quantization.md."""
 
-GGUF_PARTS = {
-    "embedding": "token_embd", "head": "^output\\.", "attention": "attn_|shortconv|ssm_",
-    "experts": "_exps", "MLP": "ffn_",
+PARTS = {
+    "embedding": "embed|wte", "head": "lm_head", "experts": r"\.experts\.",
+    "attention": "attn|attention|conv|mamba|ssm", "MLP": "mlp|ffn|feed_forward|fc",
 }  # fmt: skip
 """Part of a model -> regular expression for the names of its tensors."""
 

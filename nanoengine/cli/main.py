@@ -12,7 +12,6 @@ import atexit
 import contextlib
 import gc
 import importlib
-import inspect
 import io
 import os
 import sys
@@ -20,10 +19,7 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
-import tyro
-
 from nanoengine import __version__
-from nanoengine.cli import groups
 from nanoengine.errors import ConfigError, NanoEngineError
 
 COMMANDS = {
@@ -37,22 +33,26 @@ COMMANDS = {
     "embed": "write an embedding vector for each text of a file",
     "compare": "compare quantizations or files of a model with a reference",
     "eval": "score a model on tasks of lm-evaluation-harness",
-    "info": "show versions, device, attention backends and a model",
+    "info": "show whether a model fits and how it runs, the device and versions",
 }
 
-HELP = ("-h", "--help")
+HELP = ("-h", "--help", "--help-all")
 
 INTERRUPTED, PIPE_CLOSED = 130, 141
 """Exit statuses as in shells: after Ctrl-C, and when the reader of the output has exited."""
 
 
 def usage() -> str:
-    """The help of `nanoengine` itself."""
+    """The help of `nanoengine` itself; the first commands run as they are."""
     commands = "\n".join(f"  {name:<10}  {what}" for name, what in COMMANDS.items())
     return f"""nanoengine {__version__}: LLM inference, offline
 
-usage: nanoengine COMMAND [OPTIONS]
+try it with the small bundled model, demo:
+  nanoengine generate demo --prompt "Once upon a time"
+  nanoengine chat demo
+  echo '{{"prompt": "The dog"}}' | nanoengine batch demo - --output answers.jsonl
 
+commands:
 {commands}
 
 nanoengine COMMAND --help shows the options of a command."""
@@ -71,14 +71,22 @@ def parse(options_class: type, prog: str, args: Sequence[str]) -> Any:
         ConfigError: options contradict each other, or one is out of range.
         SystemExit: an option is unknown or invalid, or help was requested; a text was printed.
     """
-    parsed = tyro.cli(
-        groups.grouped_class(options_class),
-        prog=prog,
-        description=(inspect.getdoc(options_class) or "").partition("\n\nAttributes:")[0],
-        args=args,
-        config=(tyro.conf.OmitArgPrefixes,),
+    import tyro
+
+    from nanoengine.cli.command_line import flat_class, help_text
+    from nanoengine.cli.options import SamplingArgs, subset
+
+    if requested := next((one for one in args if one in HELP), None):
+        print(help_text(options_class, prog, is_full=requested == HELP[-1]))
+        sys.exit(0)
+    # Why DisallowNone: an option that is not given is None.
+    flat = tyro.cli(
+        flat_class(options_class), prog=prog, args=args, config=(tyro.conf.DisallowNone,)
     )
-    return groups.flatten(options_class, parsed)
+    options = subset(options_class, flat)
+    if "sampling" in options_class.__dataclass_fields__:
+        options["sampling"] = SamplingArgs(**subset(SamplingArgs, flat))
+    return options_class(**options)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

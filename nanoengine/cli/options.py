@@ -35,7 +35,7 @@ class EngineArgs(EngineConfig):
     """The settings of the engine as options; three options replace the list `kv_tiers`.
 
     Attributes:
-        model: Directory of a Hugging Face checkpoint, a hub id, or demo: the small bundled model.
+        model: A .gguf file, a directory of a Hugging Face checkpoint, a hub id, or demo.
         kv_host_gib: Also keep full KV blocks in this much host memory [GiB], for when the device
             memory is full.
         kv_disk: Also keep them in this directory, where they outlive the process; needs

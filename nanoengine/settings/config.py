@@ -59,16 +59,16 @@ class EngineConfig:
         dtype: auto: the checkpoint's on a GPU, and on a CPU with instructions for bfloat16 dot
             products; float32 on other CPUs. On a CPU, bfloat16 rounds the factors of products and
             accumulates in float32; float32 computes with 16-bit weights exactly.
-        quantization: int8, int4: quantize linear layers at load, and their activations at run
-            time; with _weight_only, and on a GPU, activations stay floats. None: as the
-            checkpoint stores them. gptq, awq, fp8, compressed-tensors, mxfp4, gguf: the same, but
-            an error if the checkpoint has another one. gguf_weight_only: a GGUF file's quantized
-            layers with floating-point activations.
+        quantization: int8, int4: quantize linear layers at load. Activations are quantized at run
+            time; with _weight_only, and on a GPU, they stay floats. None: as the checkpoint stores
+            them. gptq, awq, fp8, compressed-tensors, mxfp4, gguf: the same, but an error if the
+            checkpoint has another one. gguf_weight_only: a GGUF file's quantized layers with
+            floating-point activations.
         device: auto: cuda if available, else cpu.
         tensor_parallel_size: Number of ranks that share each layer: processes on this machine,
             each with its own GPU, or with its share of the CPU's threads.
         seed: Seeds requests without a seed of their own, and dummy weights.
-        max_model_len: Maximum tokens of prompt and output together; None: the model's context, or
+        max_model_len: Maximum tokens of prompt and output together. None: the model's context, or
             the capacity of the KV cache if that is less.
         max_num_seqs: Maximum number of running sequences; each holds a row of the persistent
             buffers.
@@ -85,8 +85,7 @@ class EngineConfig:
             or `memory_fraction`.
         kv_cache_gib: Memory of the KV cache in GiB; None: sized by `memory_fraction`.
         memory_fraction: Share of device memory for weights, activations and KV together; None: 0.9
-            on a GPU. On a CPU it is the KV cache's share of free memory, and None is 0.3, at most 4
-            GiB.
+            on a GPU. On a CPU it is the KV cache's share of free memory; None: 0.3, at most 4 GiB.
         gpu_memory_utilization: vLLM's name of `memory_fraction`, on a GPU. On a CPU it has no
             effect, and a warning says so: 0.9 is a usual share of a GPU's memory, but too much of
             the memory that all programs share.

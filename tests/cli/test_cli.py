@@ -5,17 +5,21 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import re
 import shlex
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from nanoengine import LLM, DiskTier, HostTier, SamplingParams, __version__
+from nanoengine.cli import info
 from nanoengine.cli import main as cli
 from nanoengine.cli.bench import BenchArgs
 from nanoengine.cli.generate import GenerateArgs
@@ -46,7 +50,13 @@ def expected(model: Path, *prompts: object) -> list[str]:
 def test_help_lists_the_commands(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(args) == 0
     shown = capsys.readouterr().out
-    assert all(name in shown for name in cli.COMMANDS)
+    assert all(f"\n  {name} " in shown for name in cli.COMMANDS)
+    for line in re.findall("  .*(nanoengine [a-z]+ demo.*)", shown):
+        _, command, *options = shlex.split(line)
+        found = cli.find_command(command)[1]
+        assert found is not None
+        assert cli.parse(found, "x", options).model == "demo"
+    assert len(re.findall("nanoengine [a-z]+ demo", shown)) == 3
 
 
 def test_the_module_is_an_entry_point_and_options_need_no_torch() -> None:
@@ -192,7 +202,7 @@ def test_sampling_parameters_are_reported_with_their_sources(
     assert (job["sampling_defaults"], job["rows"]["sampling"]["top_k"]) == (defaults, 9)
     no_defaults = "sampling: temperature 1.0 (the engine's default; the checkpoint has none)\n"
     assert first_line("generate", str(model), "--prompt", "the", *few) == no_defaults
-    assert cli.main(["info", str(path), *SMALL]) == 0
+    assert cli.main(["info", str(path), "--all", *SMALL]) == 0
     shown = capsys.readouterr().out
     assert f"sampling: {defaults}\n" in shown
     assert "stop tokens: 2 '<|user|>' (config.json), 1 '</s>' (the tokenizer" in shown
@@ -312,24 +322,49 @@ def test_generate_applies_a_system_message_to_prompts_from_stdin(
     )
 
 
-def test_info_shows_backends_model_and_plan(
+def test_info_answers_first_questions_and_all_of_them(
     model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main(["info", str(model), "--device", "cpu"]) == 0
+    command = ["info", str(model), "--device", "cpu"]
+    assert cli.main(command) == 0
+    short = capsys.readouterr().out
+    titles = ["model", "weights", "memory", "answers", "arithmetic", "device"]
+    assert re.findall(r"^\w+", short, re.MULTILINE) == titles
+    assert short.endswith(f"nanoengine info {model} --all shows more.\n")
+    assert len(short.splitlines()) <= 12
+    assert "LlamaForCausalLM: 2 layers" in short
+    assert "KV cache: 512 bytes per token in float32, 0.5 MiB per 1,000 tokens" in short
+    assert re.search(r"memory +[\d.]+ GiB are free: the model fits, with at most [\d,]+ tok", short)
+    assert "answers     chat template: yes\n" in short
+    assert "tokens per second" not in short, "the weights are in the caches"
+    assert cli.main([*command, "--all"]) == 0
     shown = capsys.readouterr().out
+    assert set(short.splitlines()[1:4]) <= set(shown.splitlines())
     assert f"nanoengine {__version__}" in shown
     assert "naive: available" in shown
-    assert "LlamaForCausalLM: 2 layers" in shown
-    assert "KV cache: 512 bytes per token" in shown
     assert "parameters" not in shown
     assert cli.main(["info", str(model), "--load", *SMALL]) == 0
     assert "64 blocks" in capsys.readouterr().out
     quantized = "--quantization", "int4", "--kv-cache-dtype", "int8"
-    assert cli.main(["info", str(model), "--device", "cpu", *quantized]) == 0
+    assert cli.main([*command, "--all", *quantized]) == 0
     shown = capsys.readouterr().out
-    assert "int8 activations, one scale per token and 32 inputs" in shown
+    assert "linear layers: int4 weights (quantized at load), int8 activations; sums" in shown
     assert "lossy: int4: mean KL of " in shown
-    assert "  KV cache in int8: mean KL of " in shown
+    assert "            KV cache in int8: mean KL of " in shown
+
+
+def test_info_estimates_speed_from_the_weights_that_a_token_reads() -> None:
+    """Experts that are not chosen are not read, nor is an embedding that is not the head."""
+    moe = SimpleNamespace(num_experts=8, num_experts_per_tok=2)
+    model, device = SimpleNamespace(moe=moe, tie_word_embeddings=False), torch.device("cpu")
+    sizes = {("embedding", "F32"): 2**28, ("experts", "F32"): 2**30, ("MLP", "F32"): 2**28}
+    fits, speed = info.memory_lines(model, device, sizes, 1000)  # type: ignore[arg-type]
+    assert ": the model fits, with at most " in fits
+    read, rate, tokens = map(float, re.findall(r"([\d.,]+)(?= GiB|/s| tokens)", speed))
+    assert read == 0.5
+    assert tokens == pytest.approx(rate / read, rel=0.2)
+    sizes = {("rest", "F32"): 2**50}
+    assert "does not fit" in next(info.memory_lines(model, device, sizes, 1))  # type: ignore[arg-type]
 
 
 def test_two_llms_run_in_one_process(model: Path) -> None:
@@ -347,7 +382,7 @@ def test_info_prints_nothing_at_exit():
     """Regression: at exit, Triton printed a message per leaked object."""
     command = [sys.executable, "-m", "nanoengine.cli.main", "info"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert (done.stderr, "attention backends" in done.stdout) == ("", True)
+    assert (done.stderr, done.stdout.startswith("device ")) == ("", True)
 
 
 # --- files ----------------------------------------------------------------------------------------
