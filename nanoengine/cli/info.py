@@ -245,8 +245,9 @@ def memory_lines(
     if is_cpu and read > CACHED_BYTES:
         x = torch.ones(1 << 25)
         rate = x.nbytes / min(timeit.repeat(x.amax, number=1, repeat=20))
-        speed = f"at most about {rate / read:,.0f} tokens per second for one prompt"
-        yield f"{read / GIB:.2f} GiB are read per token, at {rate / GIB:.0f} GiB/s: {speed}"
+        now = f"memory is now read at {rate / GIB:.0f} GiB/s"
+        speed = f"about {rate / read:,.0f} tokens per second for one prompt"
+        yield f"{read / GIB:.2f} GiB are read per token, and {now}: {speed}"
 
 
 def ends_line(model: ModelConfig, tokenizer: Tokenizer | None) -> str:
