@@ -13,7 +13,6 @@ import torch
 
 from nanoengine.core.plan import AdmittedSequence
 from nanoengine.models.decoder import CausalLM
-from nanoengine.settings.params import GREEDY_BELOW
 
 MAX_VOCAB_SIZE = 2**19
 """The token weights of a larger vocabulary, at most `draw.SCALE` each, could sum to more than
@@ -24,19 +23,12 @@ NO_TOKEN = "no token can be sampled: the logits contain NaN or +inf, or only -in
 def is_plain(sequence: AdmittedSequence) -> bool:
     """Whether the row is greedy, without logits processors and log-probabilities."""
     params = sequence.params
-    return params.temperature < GREEDY_BELOW and not (
+    return params.is_greedy and not (
         sequence.bad_word_ids
         or params.logprobs is not None
         or params.prompt_logprobs is not None
-        or params.presence_penalty
-        or params.frequency_penalty
-        or params.repetition_penalty != 1
-        or params.min_tokens
-        or params.logit_bias
-        or params.allowed_token_ids is not None
-        or params.structured_outputs is not None
-        or params.logits_processors
         or params.extra_args
+        or params.edits
     )
 
 
