@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import itertools
 import json
 import re
 import shutil
@@ -15,6 +16,7 @@ import pytest
 import yaml
 
 from benchmarks.suite import ablate, sweep
+from tests.support.browser import start_chromium
 from tools import notebooks
 
 ROOT = Path(__file__).parents[2]
@@ -51,6 +53,21 @@ def test_pages_link_only_to_pages() -> None:
     assert outside == {}
 
 
+def test_all_columns_of_tables_have_headers() -> None:
+    headers = {
+        page.name: [line for line, below in itertools.pairwise(page.read_text("utf-8").split("\n"))
+                    if re.fullmatch(r"\|[-| :]+\|", below)]
+        for page in PAGES
+    }  # fmt: skip
+    assert sum(map(len, headers.values())) > 50
+    empty = {
+        name: wrong
+        for name, lines in headers.items()
+        if (wrong := [line for line in lines if not all(map(str.strip, line.split("|")[1:-1]))])
+    }
+    assert empty == {}, "give each column of these tables a header"
+
+
 def build(root: Path, target: Path) -> subprocess.CompletedProcess[str]:
     # Why not --quiet: with it, mkdocs does not count warnings.
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir"]
@@ -84,6 +101,32 @@ def test_the_site_builds_and_a_bad_anchor_is_an_error(tmp_path: Path) -> None:
     done = build(tmp_path, tmp_path / "again")
     assert done.returncode != 0
     assert "no-such-heading" in done.stderr
+
+
+CUT = """() => [document.documentElement, ...document.querySelectorAll("article *")]
+    .filter(e => e.scrollWidth > e.clientWidth + 1 && e.clientWidth > 0)
+    .filter(e => getComputedStyle(e).overflowX != "visible" || e == document.documentElement)
+    .map(e => e.tagName + " " + e.scrollWidth + " px: " + e.textContent.trim().slice(0, 80))
+"""
+
+
+@pytest.mark.browser
+def test_nothing_is_cut_in_a_window_of_1300_pixels(tmp_path: Path) -> None:
+    pytest.importorskip("material")
+    api = pytest.importorskip("playwright.sync_api", reason="the extra `browser` is missing")
+    assert build(ROOT, tmp_path).returncode == 0
+    with api.sync_playwright() as playwright:
+        browser = start_chromium(playwright)
+        if isinstance(browser, str):
+            pytest.skip(browser)
+        page = browser.new_page(viewport={"width": 1300, "height": 900})
+        cut = {}
+        for path in tmp_path.rglob("*.html"):
+            page.goto(path.as_uri())
+            cut[path.name] = page.evaluate(CUT)
+        browser.close()
+    assert len(cut) > len(PAGES)
+    assert {name: found for name, found in cut.items() if found} == {}
 
 
 @pytest.mark.parametrize(
