@@ -24,6 +24,7 @@ from nanoengine.llm import LLM
 from nanoengine.llm_mixins import check_lora
 from nanoengine.locking import Call
 from nanoengine.outputs import OutputBuilder, OutputKind
+from nanoengine.runner.sampling.greedy import edits
 from nanoengine.settings.params import DEFAULTS
 from nanoengine.settings.pooling import PoolingParams
 from nanoengine.settings.vllm_names import warn_no_effect
@@ -72,7 +73,7 @@ def require_raw(params: Any) -> None:
     logprobs are available."""
     for p in params if isinstance(params, list) else [params]:
         filters = ("temperature", "top_p", "min_p")
-        changed = [n for n in filters if getattr(p, n) != DEFAULTS[n]] + p.edits
+        changed = [n for n in filters if getattr(p, n) != DEFAULTS[n]] + edits(p)
         changed += ["top_k"] if p.top_k > 0 else []
         if changed and p.logprobs is not None:
             raise RequestError(

@@ -170,12 +170,6 @@ class SamplingParams:
         return max(self.prompt_logprobs_start - 1, 0)
 
     @property
-    def edits(self) -> list[str]:
-        """The fields of `EDITS` that are set."""
-        values = ((name, getattr(self, name)) for name in EDITS)
-        return [name for name, value in values if value not in (DEFAULTS[name], (), {})]
-
-    @property
     def is_greedy(self) -> bool:
         """True if the most likely token is selected without randomness."""
         return self.temperature < GREEDY_BELOW

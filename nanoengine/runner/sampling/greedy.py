@@ -13,6 +13,7 @@ import torch
 
 from nanoengine.core.plan import AdmittedSequence
 from nanoengine.models.decoder import CausalLM
+from nanoengine.settings.params import DEFAULTS, EDITS, GREEDY_BELOW, SamplingParams
 
 MAX_VOCAB_SIZE = 2**19
 """The token weights of a larger vocabulary, at most `draw.SCALE` each, could sum to more than
@@ -23,13 +24,18 @@ NO_TOKEN = "no token can be sampled: the logits contain NaN or +inf, or only -in
 def is_plain(sequence: AdmittedSequence) -> bool:
     """Whether the row is greedy, without logits processors and log-probabilities."""
     params = sequence.params
-    return params.is_greedy and not (
+    return params.temperature < GREEDY_BELOW and not (
         sequence.bad_word_ids
         or params.logprobs is not None
         or params.prompt_logprobs is not None
         or params.extra_args
-        or params.edits
+        or edits(params)
     )
+
+
+def edits(params: SamplingParams) -> list[str]:
+    """The names of the fields that change logits by a logits processor, if they are set."""
+    return [name for name in EDITS if getattr(params, name) not in (DEFAULTS[name], (), {})]
 
 
 def most_likely_tokens(model: CausalLM, hidden: torch.Tensor) -> torch.Tensor:
