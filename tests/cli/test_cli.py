@@ -9,7 +9,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-import typing
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from nanoengine.cli.generate import GenerateArgs
 from nanoengine.cli.info import InfoArgs
 from nanoengine.cli.options import WITHOUT_OPTION, engine_options, sampling_fields
 from nanoengine.settings.config import EngineConfig
+from tests.support.sampling_fields import sample_values
 from tests.support.text_fixtures import text_checkpoint
 
 SMALL = ["--device", "cpu", "--attention-backend", "naive", "--num-kv-blocks", "64"]
@@ -242,17 +242,9 @@ def test_an_error_of_a_prompt_is_reported(model: Path, capsys: pytest.CaptureFix
 
 
 def test_every_field_of_sampling_params_is_an_option() -> None:
-    samples = {
-        int: 2, float: 0.5, tuple[str, ...]: ("a", "b"), tuple[int, ...]: (3, 4),
-        dict[int, float]: {5: 1.5},
-    }  # fmt: skip
-    values = {}
-    for field in dataclasses.fields(SamplingParams):
-        # --seed is the engine's, and --no-detokenize is checked below.
-        if field.name not in ("seed", "detokenize", *WITHOUT_OPTION):
-            kinds = typing.get_args(typing.get_type_hints(SamplingParams)[field.name] | None)
-            kind = next((kind for kind in samples if kind in kinds), bool)
-            values[field.name] = samples.get(kind, not field.default)
+    # --seed is the engine's, and --no-detokenize is checked below.
+    values = {name: v for name, v in sample_values().items() if name not in ("seed", "detokenize")}
+    assert values.keys().isdisjoint(WITHOUT_OPTION)
     args = []
     for name, value in values.items():
         option = "--" + name.replace("_", "-")
