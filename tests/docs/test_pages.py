@@ -159,8 +159,9 @@ PAGES_WITH_COMMANDS = dict.fromkeys(block.page for block in runnable("console", 
 
 
 @pytest.mark.guards(
-    "README.md", "docs/*.md", "examples/*.py", "nanoengine/cli/*.py", "nanoengine/observe/*.py"
-)
+    "README.md", "docs/*.md", "examples/*.py", "benchmarks/*.py", "tests/support/stand_ins.py",
+    "nanoengine/cli/*.py", "nanoengine/observe/*.py",
+)  # fmt: skip
 @pytest.mark.parametrize("page", PAGES_WITH_COMMANDS)
 def test_commands_print_the_output_that_the_page_shows(
     page: str, scratch: Path, monkeypatch: pytest.MonkeyPatch
@@ -242,6 +243,17 @@ def test_commands_that_are_not_run_are_valid() -> None:
         if (error := command_error(arguments))
     }
     assert errors == {}
+
+
+def test_commands_within_sentences_exist() -> None:
+    known = {"nanoengine": set(COMMANDS), "make": make_targets()}
+    found = [
+        (page.name, program, name)
+        for page in pages.PAGES
+        for program, name in re.findall(r"`(nanoengine|make) ([\w-]+)", page.read_text("utf-8"))
+    ]
+    assert len(found) > 30
+    assert [words for words in found if words[2] not in known[words[1]]] == []
 
 
 @pytest.mark.parametrize(
