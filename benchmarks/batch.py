@@ -64,7 +64,7 @@ PASSAGE = "A cold wind blew over the bridge. Grace and Leo talked about the weat
 def llm_without_model(num_blocks: int = 8192) -> Iterator[LLM]:
     """The demo model's tokenizer, the real engine, and an executor that computes nothing."""
 
-    def build(config: EngineConfig) -> LLMEngine:
+    def build(config: EngineConfig, _: object) -> LLMEngine:
         return make_engine(
             NoExecutor(),
             num_blocks=num_blocks,

@@ -59,8 +59,8 @@ class PreparingExecutor(NoExecutor):
         _, lines = self.rows.make_batch(plan)
         prepare_s = time.perf_counter() - start
         token_ids = np.ones(len(lines.rows), np.int64)
-        self.rows.keep(lines, torch.from_numpy(token_ids))
-        self.rows.write(lines, token_ids)
+        self.rows.store_sampled(lines, torch.from_numpy(token_ids))
+        self.rows.write_host(lines, token_ids)
         answered = super().launch(plan)
         answered.result().times = StepTimes(prepare_s=prepare_s)
         return answered

@@ -27,7 +27,7 @@ from nanoengine.settings.params import SamplingParams
 
 def plain_layers(**options: Any) -> LLM:
     """An LLM with one rank whose layers are not fused."""
-    with mock.patch.object(FusedLayers, "takes", return_value=False):
+    with mock.patch.object(FusedLayers, "supports", return_value=False):
         return LLM(**options)
 
 

@@ -116,7 +116,12 @@ def violations(path: Path, module: str) -> list[str]:
 def test_modules_only_import_lower_layers():
     paths = sorted(PACKAGE.rglob("*.py"))
     assert len(paths) > 20
-    assert [wrong for path in paths for wrong in violations(path, module_name(path))] == []
+    wrong = [found for path in paths for found in violations(path, module_name(path))]
+    assert wrong == [], (
+        "a module imports only from lower layers and from packages that THIRD_PARTY_IMPORTS allows:"
+        " pass the object as an argument, or move the code to the layer that has what it needs; a"
+        " new package is added to LAYERS"
+    )
 
 
 @pytest.mark.parametrize(
@@ -160,7 +165,7 @@ def test_the_package_imports_nothing_from_the_repository():
         name: wrong
         for name, names in found.items()
         if (wrong := {each.partition(".")[0] for each in names} & outside)
-    } == {}
+    } == {}, "the package is installed without these: move what it needs into nanoengine/"
 
 
 def test_there_are_no_import_cycles_even_for_types():
@@ -171,7 +176,9 @@ def test_there_are_no_import_cycles_even_for_types():
         for module, names in graph.items()
     }
     assert sum(map(len, graph.values())) > 300
-    assert [sorted(cycle) for cycle in cycles(graph)] == []
+    assert [sorted(cycle) for cycle in cycles(graph)] == [], (
+        "move what these modules share into a module that imports neither"
+    )
 
 
 def test_an_import_cycle_is_detected():
@@ -205,7 +212,9 @@ def run_python(*arguments: str) -> str:
 )
 def test_importing_loads_no_heavy_library(modules, unloaded):
     code = f"import sys, {', '.join(modules)}; print([m for m in {unloaded} if m in sys.modules])"
-    assert run_python("-c", code).strip() == "[]"
+    assert run_python("-c", code).strip() == "[]", (
+        "import these libraries inside the functions that need them"
+    )
 
 
 def test_tests_of_the_core_need_no_torch():

@@ -8,6 +8,7 @@ word of the table it prints the lines that have it instead. Code in backticks is
 from __future__ import annotations
 
 import io
+import math
 import re
 import sys
 import tokenize
@@ -82,14 +83,18 @@ def main() -> None:
                     print(f"{name}:{number}: {line.strip()}")
     if listed is not None:
         return
-    failed = False
+    failed = []
     for group, limit in LIMITS.items():
         rate = 1000 * found[group].total() / sizes[group]
-        failed |= rate > limit
         most = ", ".join(f"{word} {count}" for word, count in found[group].most_common(4))
         print(f"{group}: {rate:.2f} per 1,000 words (at most {limit}); most often: {most}")
+        if rate > limit:
+            failed.append(f"{group}: {math.ceil((rate - limit) * sizes[group] / 1000)}")
     if failed:
-        sys.exit("write these sentences in plain English: CONTRIBUTING.md, Language")
+        sys.exit(
+            f"rewrite sentences ({', '.join(failed)}) in plain English: CONTRIBUTING.md, Language."
+            " `python tools/prose.py 'a token'` lists the lines with this entry of the table"
+        )
 
 
 if __name__ == "__main__":

@@ -24,7 +24,8 @@ from nanoengine.llm import LLM
 from nanoengine.llm_mixins import check_lora
 from nanoengine.locking import Call
 from nanoengine.outputs import OutputBuilder, OutputKind
-from nanoengine.settings.params import SamplingParams
+from nanoengine.runner.sampling.greedy import edits
+from nanoengine.settings.params import DEFAULTS
 from nanoengine.settings.pooling import PoolingParams
 from nanoengine.settings.vllm_names import warn_no_effect
 
@@ -64,22 +65,15 @@ def reranker_answers(overrides: Any) -> tuple[str, str] | None:
     return None
 
 
-PLAIN, PLAIN_POOLING = SamplingParams(), PoolingParams()
-
-PROCESSING = (
-    *("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty"),
-    *("repetition_penalty", "min_tokens", "bad_words", "logit_bias", "allowed_token_ids"),
-    *("structured_outputs", "logits_processors"),
-)
-"""Fields, in addition to top_k, that change the logits before sampling."""
+PLAIN_POOLING = PoolingParams()
 
 
 def require_raw(params: Any) -> None:
     """Raises RequestError if processed logprobs would differ from the raw ones, because only raw
     logprobs are available."""
     for p in params if isinstance(params, list) else [params]:
-        values = [(name, getattr(p, name)) for name in PROCESSING]
-        changed = [name for name, value in values if value not in (getattr(PLAIN, name), (), {})]
+        filters = ("temperature", "top_p", "min_p")
+        changed = [n for n in filters if getattr(p, n) != DEFAULTS[n]] + edits(p)
         changed += ["top_k"] if p.top_k > 0 else []
         if changed and p.logprobs is not None:
             raise RequestError(

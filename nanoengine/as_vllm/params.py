@@ -8,13 +8,13 @@ lists in them, have an effect.
 from __future__ import annotations
 
 import copy
-import dataclasses
 import enum
 import inspect
 from dataclasses import dataclass
 from typing import Any
 
 from nanoengine.errors import RequestError
+from nanoengine.settings import params as native
 from nanoengine.settings.checks import join_names, nearest, quoted
 from nanoengine.settings.params import SamplingParams
 from nanoengine.settings.pooling import TASKS, PoolingParams
@@ -28,11 +28,11 @@ class RequestOutputKind(enum.Enum):
     CUMULATIVE, DELTA, FINAL_ONLY = range(3)
 
 
-NATIVE = ("priority", "prompt_logprobs_start")
-"""Fields of nanoengine's SamplingParams that vLLM does not have."""
+NATIVE = tuple(native.DEFAULTS)[[*native.DEFAULTS].index("prompt_logprobs_start") :]
+"""Fields of nanoengine's SamplingParams that vLLM does not have: the last ones."""
 
 DEFAULTS: dict[str, Any] = {
-    **{f.name: f.default for f in dataclasses.fields(SamplingParams) if f.name not in NATIVE},
+    **{name: default for name, default in native.DEFAULTS.items() if name not in NATIVE},
     **{n: e["default"] for n, e in NAMES["SamplingParams"].items() if "default" in e},
     "output_kind": RequestOutputKind.CUMULATIVE,
 }

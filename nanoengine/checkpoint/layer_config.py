@@ -16,6 +16,7 @@ from nanoengine.settings.checks import checked
 
 Norms = Literal["pre", "post", "sandwich", "parallel", "parallel each"]
 NormKind = Literal["rms", "fp32_weight", "one_plus_weight", "layer"]
+HiddenAct = Literal["silu", "gelu_pytorch_tanh", "clamped_swiglu", "gelu", "relu2"]
 NO_STEP_LIMITS = (0.0, math.inf)
 SLIDING, FULL = "sliding_attention", "full_attention"
 """Kinds of layers in `layer_types`."""
@@ -117,9 +118,9 @@ class LayerConfig:
     after keys in config.json with the same meaning, where there is one.
 
     Norms:
-        norms: "pre": before attention and MLP; "post": after them; "sandwich": both; "parallel":
-            attention and MLP have the same input and share one pre-norm; "parallel each": they
-            have the same input, and each has a pre-norm.
+        norms: "pre": pre-norm, before attention and MLP; "post": post-norm, after them; "sandwich":
+            both; "parallel": attention and MLP have the same input and share one pre-norm;
+            "parallel each": they have the same input, and each has a pre-norm.
         norm: "rms": RMSNorm in the model's dtype; "fp32_weight": the result is rounded to the
             model's dtype after the multiplication by the weight; "one_plus_weight": as fp32_weight,
             with the factor 1 + weight; "layer": LayerNorm.
@@ -178,7 +179,7 @@ class LayerConfig:
     rope_interleaved: bool = False
 
     gated_mlp: bool = True
-    hidden_act: str = "silu"
+    hidden_act: HiddenAct = "silu"
     mlp_bias: bool = False
 
     embedding_multiplier: float = 1.0

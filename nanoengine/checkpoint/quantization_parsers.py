@@ -45,10 +45,10 @@ def parse_quantization(raw: Json, *, tied: bool) -> StoredQuantization:
     """
     raw = _checked(raw)
     method = raw.get("quant_method")
-    if method not in METHODS:
+    if method not in PARSERS:
         raise UnsupportedModelError(
             f"quantization_config has quant_method={quoted(method)}; supported:"
-            f" {', '.join(METHODS)}"
+            f" {', '.join(PARSERS)}"
         )
     return PARSERS[method](raw, ("lm_head$",) if tied else ())
 

@@ -29,6 +29,12 @@ strings."""
 
 MAX_TOKENS_RULE = "at least 1, or None; or 0 with prompt_logprobs and n=1"
 
+EDITS = (
+    *("presence_penalty", "frequency_penalty", "repetition_penalty", "min_tokens", "bad_words"),
+    *("logit_bias", "allowed_token_ids", "structured_outputs", "logits_processors"),
+)
+"""Fields that change logits by a logits processor, so also the tokens of greedy requests."""
+
 GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy, because dividing by them overflows.
 
@@ -84,10 +90,10 @@ class SamplingParams:
         logprobs: report this many top log-probabilities per generated token (0: only the sampled
             token's; -1: the whole vocabulary's).
         prompt_logprobs: the same for prompt tokens.
-        prompt_logprobs_start: first prompt token that is scored; earlier ones have None. These
-            may come from the prefix cache, because they are not scored.
         skip_special_tokens: leave special tokens out of the text.
         detokenize: False skips text altogether (stop strings then can't be used).
+        prompt_logprobs_start: first prompt token that is scored; earlier ones have None. These
+            may come from the prefix cache, because they are not scored.
         priority: lower runs first; `generate(priority=...)` overrides it.
 
     Raises:
@@ -117,7 +123,6 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     _: KW_ONLY
-    prompt_logprobs_start: int = 0
     include_stop_str_in_output: bool = False
     bad_words: tuple[str, ...] | list[str] | None = None
     logit_bias: dict[int, float] | None = None
@@ -127,6 +132,8 @@ class SamplingParams:
     extra_args: dict[str, Any] | None = None
     skip_special_tokens: bool = True
     detokenize: bool = True
+    # vLLM has no fields from here on (`as_vllm.params.NATIVE`).
+    prompt_logprobs_start: int = 0
     priority: int = 0
 
     # Why not a field: only `settings.pooling.PooledParams` has one; then nothing is sampled.
@@ -225,3 +232,6 @@ class SamplingParams:
                 raise RequestError(
                     f"logit_bias values must be in [-100, 100], got {bias!r} for token {token_id}"
                 )
+
+
+DEFAULTS = {field.name: field.default for field in dataclasses.fields(SamplingParams)}

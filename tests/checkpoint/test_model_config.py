@@ -83,6 +83,8 @@ def test_values_of_a_llama_3_config() -> None:
 def test_a_field_with_an_unknown_value_is_rejected() -> None:
     with pytest.raises(UnsupportedModelError, match="norms must be one of pre, post, sandwich"):
         LayerConfig(norms="both")  # type: ignore[arg-type]
+    with pytest.raises(UnsupportedModelError, match="hidden_act must be one of silu, gelu_"):
+        LayerConfig(hidden_act="swiglu")  # type: ignore[arg-type]
     with pytest.raises(UnsupportedModelError, match="score must be one of softmax, sigmoid"):
         MoEConfig(  # type: ignore[arg-type]
             num_experts=8, num_experts_per_tok=2, intermediate_size=32, layers=(0,), score="relu"

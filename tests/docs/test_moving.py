@@ -21,6 +21,7 @@ from nanoengine import (
     SamplingParams,
     StructuredOutputs,
 )
+from nanoengine.as_vllm.params import NATIVE
 from nanoengine.assets import demo_model_path
 from nanoengine.checkpoint.find import resolve_memory
 from nanoengine.settings import vllm_names
@@ -130,7 +131,7 @@ def test_the_page_lists_every_name_of_the_table(section: str) -> None:
 
 @pytest.mark.parametrize(
     ("section", "settings", "extra_fields"),
-    [("SamplingParams", SamplingParams, {"priority", "prompt_logprobs_start"}),
+    [("SamplingParams", SamplingParams, set(NATIVE)),
      ("BeamSearchParams", BeamSearchParams, {"early_stopping"})],
 )  # fmt: skip
 def test_fields_are_in_the_order_of_the_page(

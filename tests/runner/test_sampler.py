@@ -21,10 +21,13 @@ from nanoengine.runner.sampling.draw import (
     mix,
     top_candidates,
 )
+from nanoengine.runner.sampling.greedy import is_plain
+from nanoengine.runner.sampling.logits_processors import ProcessorStates, standard_processors
 from nanoengine.runner.sampling.logprobs import to_records, token_logprobs
 from nanoengine.runner.sampling.sampler import Sampler
-from nanoengine.settings.params import SamplingParams
+from nanoengine.settings.params import EDITS, SamplingParams
 from tests.support.logits import random_logits, uniforms_of
+from tests.support.sampling_fields import sample_values
 
 EOS = (2, 3)
 
@@ -576,3 +579,18 @@ def test_prompt_logprobs():
         assert sorted(record.token_id for record in line[1:]) == list(range(50))
         assert [r.logprob for r in line[1:]] == x.sort(descending=True).values.tolist()
     assert [len(line) for line in token_logprobs(logits, following, 0).tolist()] == [1, 1, 1]
+
+
+# --- options --------------------------------------------------------------------------------------
+
+REPORTED = {"n", "temperature", "logprobs", "prompt_logprobs"}
+"""Fields that are no option of a plain greedy row for other reasons."""
+
+
+@pytest.mark.parametrize("name", sorted(sample_values().keys() - REPORTED))
+def test_rows_are_plain_unless_a_processor_changes_their_logits(name):
+    """A processor whose option is not in EDITS would not run for greedy rows."""
+    params = SamplingParams(temperature=0, **{name: sample_values()[name]})
+    sequence = admitted(0, params, bad_word_ids=((1,),) if name == "bad_words" else ())
+    states = ProcessorStates.admit(standard_processors(EOS), sequence)
+    assert (name in EDITS) == (states is not None) == (not is_plain(sequence))

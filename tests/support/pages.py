@@ -12,8 +12,12 @@
 | ```` ```diff ```` | a line to break, in the tour | `tests/test_tour.py` |
 | ```` ``` ```` | a drawing | |
 
-In compared text, `...` matches anything. A block below `<!-- not run: reason -->` is not run, but
-the programs, options and files of its commands must exist.
+In compared text, `...` matches anything. Files and models that a command names and no page writes
+are small ones from `tests/support/stand_ins.py`.
+
+A block below `<!-- run with: OPTIONS -->` is run with these further options, for less work. A block
+below `<!-- not run: reason -->` is not run, but the programs, options and files of its commands
+must exist.
 """
 
 from __future__ import annotations
@@ -40,6 +44,7 @@ class Block(NamedTuple):
         line: the first line of its text, counted from 1.
         path: the file of a quotation, or the file to write; the text then excludes this line.
         why_not: the reason why it is not run; "" if it is run.
+        options: further options with which its commands are run.
     """
 
     page: str
@@ -48,6 +53,7 @@ class Block(NamedTuple):
     text: str
     path: str = ""
     why_not: str = ""
+    options: str = ""
 
     @property
     def name(self) -> str:
@@ -58,7 +64,7 @@ class Block(NamedTuple):
 FENCE = r"^```(?P<word>\w*)\n(?P<fenced>.*?)^```$"
 INDENTED = r"(?:(?<=\n\n)|(?<=-->\n))(?P<indented>(?:    [^\n]*\n|\n(?=    ))+)"
 BLOCK = re.compile(f"{FENCE}|{INDENTED}", re.MULTILINE | re.DOTALL)
-NOT_RUN = re.compile(r"<!-- not run: ([^>]+?) -->\s*$")
+MARK = re.compile(r"<!-- (?:not run: (?P<why_not>[^>]+?)|run with: (?P<options>[^>]+?)) -->\s*$")
 PATH = re.compile(r"# ([\w/.-]+\.(?:py|toml))\n")
 WORDS: dict[str, Kind] = {
     "": "drawing",
@@ -77,12 +83,13 @@ def blocks_of(page: Path) -> list[Block]:
     text = page.read_text(encoding="utf-8")
     found = []
     for match in BLOCK.finditer(text):
-        why_not = NOT_RUN.search(text[: match.start()])
+        mark = MARK.search(text[: match.start()])
+        marks = {} if mark is None else mark.groupdict(default="")
         line = text[: match.start()].count("\n") + 1
         kind, body, path = _read(match)
         name = str(page.relative_to(ROOT))
         line += match["indented"] is None
-        found.append(Block(name, line, kind, body, path, why_not[1] if why_not else ""))
+        found.append(Block(name, line, kind, body, path, **marks))
     return found
 
 

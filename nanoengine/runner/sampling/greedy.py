@@ -13,7 +13,7 @@ import torch
 
 from nanoengine.core.plan import AdmittedSequence
 from nanoengine.models.decoder import CausalLM
-from nanoengine.settings.params import GREEDY_BELOW
+from nanoengine.settings.params import DEFAULTS, EDITS, GREEDY_BELOW, SamplingParams
 
 MAX_VOCAB_SIZE = 2**19
 """The token weights of a larger vocabulary, at most `draw.SCALE` each, could sum to more than
@@ -28,16 +28,14 @@ def is_plain(sequence: AdmittedSequence) -> bool:
         sequence.bad_word_ids
         or params.logprobs is not None
         or params.prompt_logprobs is not None
-        or params.presence_penalty
-        or params.frequency_penalty
-        or params.repetition_penalty != 1
-        or params.min_tokens
-        or params.logit_bias
-        or params.allowed_token_ids is not None
-        or params.structured_outputs is not None
-        or params.logits_processors
         or params.extra_args
+        or edits(params)
     )
+
+
+def edits(params: SamplingParams) -> list[str]:
+    """The names of the fields that change logits by a logits processor, if they are set."""
+    return [name for name in EDITS if getattr(params, name) not in (DEFAULTS[name], (), {})]
 
 
 def most_likely_tokens(model: CausalLM, hidden: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import numpy as np
 import torch
@@ -209,18 +209,25 @@ class LogitBias:
         logits[line, token] += _upload(np.concatenate([state.values for state in states]), logits)
 
 
-class TokenValues:
-    """Token ids with one value each, constant while the row runs."""
+class Constant:
+    """The value of an option, if tokens of the row don't change what it does."""
 
-    def __init__(self, values: dict[int, float]) -> None:
-        self.ids = np.fromiter(values, dtype=np.int64)
-        self.values = np.fromiter(values.values(), dtype=np.float64)
+    def __init__(self, value: Any) -> None:
+        self.value = value
 
     def accept(self, token_id: int) -> None:
         """Nothing changes."""
 
-    def fork(self) -> TokenValues:
+    def fork(self) -> Self:
         return self
+
+
+class TokenValues(Constant):
+    """Token ids with one value each."""
+
+    def __init__(self, values: dict[int, float]) -> None:
+        self.ids = np.fromiter(values, dtype=np.int64)
+        self.values = np.fromiter(values.values(), dtype=np.float64)
 
 
 class Bans:
