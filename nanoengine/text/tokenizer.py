@@ -74,13 +74,21 @@ class Tokenizer:
     @functools.cached_property
     def backend(self) -> PreTrainedTokenizerBase:
         """The transformers tokenizer, which is loaded at the first use."""
-        plain = self._base
-        return plain.load_full() if isinstance(plain, TokenizerFile) else plain
+        if not isinstance(self._base, TokenizerFile):
+            return self._base
+        full = self._base.load_full()
+        full.chat_template = self._base.chat_template
+        return full
+
+    @property
+    def loaded(self) -> PreTrainedTokenizerBase | TokenizerFile:
+        """`backend` if it is loaded, because programs may have changed it."""
+        return vars(self).get("backend", self._base)
 
     @property
     def chat_template(self) -> Any:
         """The chat template, or a dict of name -> template; None: there is none."""
-        return self._base.chat_template
+        return self.loaded.chat_template
 
     def definition(self) -> str:
         """The tokenizer in the format of tokenizer.json, with all its added tokens.
@@ -129,10 +137,9 @@ class Tokenizer:
             RequestError: there is no template, or it raises an error, or it needs more time or
                 memory than `text/rendering.py` allows.
         """
-        from nanoengine.text.chat_template import CHATS, render_conversation
+        from nanoengine.text.chat_template import render_conversation
 
-        CHATS.begin()  # Why first: the process starts while the tokenizer loads.
-        return render_conversation(self.backend, messages, **options)
+        return render_conversation(self.loaded, messages, **options)
 
     def decode(
         self, token_ids: Sequence[int], *, skip_special_tokens: bool = True, anchored: bool = True
