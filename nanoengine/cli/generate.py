@@ -137,8 +137,10 @@ class TextRecorder(Recorder):
         if task.kind != "simple":
             return line
         record = json.loads(line)
-        lines = [f"[{task.row}] {truncate(record.get('prompt', ''))}"]
-        lines += [f"error: {record['error']['message']}"] * (record["error"] is not None)
+        # Why the escape code: it erases the progress line of a job.
+        lines = [f"\r\x1b[K[{task.row}] {truncate(record.get('prompt', ''))}"]
+        if record["error"]:
+            lines.append(f"error: {record['error']['message']}")
         for output in record["outputs"]:
             lines += [f"{n}: {output[n]}" for n in PARSED_FIELDS if n in output] + [output["text"]]
         return "\n".join([*lines, "", ""]).encode(errors="backslashreplace")
