@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import re
 import stat
@@ -116,10 +115,10 @@ def find_chat_template(config: EngineConfig) -> Any:
 
 def _stored_template(directory: Path) -> Any:
     """The chat template in the files of a checkpoint."""
-    file = directory / "chat_template.jinja"
+    file, config = directory / "chat_template.jinja", directory / "tokenizer_config.json"
     if file.is_file():
         return file.read_text(encoding="utf-8", errors="replace")
-    return read_object(directory / "tokenizer_config.json", ConfigError).get("chat_template")
+    return read_object(config, ConfigError).get("chat_template") if config.is_file() else None
 
 
 def with_tokenizer_eos(model: ModelConfig, tokenizer: Any, *, chats: bool = False) -> ModelConfig:
@@ -176,7 +175,12 @@ def find_file(directory: Path) -> TokenizerFile | None:
     special = {t.content for t in raw.get_added_tokens_decoder().values() if t.special}
     if not special.issuperset([*roles.values(), *extra]):
         return None
-    load_full = functools.partial(load_backend, str(directory))
+
+    def load_full(chat_template: Any) -> PreTrainedTokenizerBase:
+        full = load_backend(str(directory))
+        full.chat_template = chat_template
+        return full
+
     return TokenizerFile(raw, load_full, roles)
 
 

@@ -40,7 +40,8 @@ class Tokenizer:
 
     def __init__(self, backend: PreTrainedTokenizerBase | TokenizerFile) -> None:
         self._base = backend
-        special_ids = {i for i, token in backend.added_tokens_decoder.items() if token.special}
+        self.added_tokens = backend.added_tokens_decoder
+        special_ids = {i for i, token in self.added_tokens.items() if token.special}
         self.special_ids = frozenset(special_ids.union(backend.all_special_ids))
         self.eos_token, self.has_warned = backend.eos_token, False
         self.byte_ids = frozenset(map(self.token_id, BYTE_TOKENS)) - {None}
@@ -74,21 +75,13 @@ class Tokenizer:
     @functools.cached_property
     def backend(self) -> PreTrainedTokenizerBase:
         """The transformers tokenizer, which is loaded at the first use."""
-        if not isinstance(self._base, TokenizerFile):
-            return self._base
-        full = self._base.load_full()
-        full.chat_template = self._base.chat_template
-        return full
-
-    @property
-    def loaded(self) -> PreTrainedTokenizerBase | TokenizerFile:
-        """`backend` if it is loaded, because programs may have changed it."""
-        return vars(self).get("backend", self._base)
+        plain = self._base
+        return plain.load_full(plain.chat_template) if isinstance(plain, TokenizerFile) else plain
 
     @property
     def chat_template(self) -> Any:
         """The chat template, or a dict of name -> template; None: there is none."""
-        return self.loaded.chat_template
+        return vars(self).get("backend", self._base).chat_template
 
     def definition(self) -> str:
         """The tokenizer in the format of tokenizer.json, with all its added tokens.
@@ -139,7 +132,8 @@ class Tokenizer:
         """
         from nanoengine.text.chat_template import render_conversation
 
-        return render_conversation(self.loaded, messages, **options)
+        # Why not _base: a program may have changed the template of `backend`.
+        return render_conversation(vars(self).get("backend", self._base), messages, **options)
 
     def decode(
         self, token_ids: Sequence[int], *, skip_special_tokens: bool = True, anchored: bool = True

@@ -15,14 +15,15 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer as RawTokenizer
     from transformers import PreTrainedTokenizerBase
 
-    LoadFull = Callable[[], PreTrainedTokenizerBase]
+    LoadFull = Callable[[Any], PreTrainedTokenizerBase]
 
 
 class TokenizerFile:
     """The methods of a transformers tokenizer that are needed for text and chats.
 
     Args:
-        load_full: loads the transformers tokenizer, which has all other methods.
+        load_full: loads the transformers tokenizer, which has all other methods, with this chat
+            template.
         roles: the names of special tokens by their roles, such as eos_token.
 
     Attributes:
@@ -32,11 +33,10 @@ class TokenizerFile:
     chat_template: Any = None
 
     def __init__(self, raw: RawTokenizer, load_full: LoadFull, roles: Mapping[str, str]) -> None:
-        self.load_full, self.special_tokens_map = load_full, roles
-        self.eos_token = roles.get("eos_token")
+        self.load_full, self.eos_token = load_full, roles.get("eos_token")
         self.added_tokens_decoder: Mapping[int, AddedToken] = raw.get_added_tokens_decoder()
         self.all_special_ids: Sequence[int] = ()  # Why empty: all are in added_tokens_decoder.
-        self.backend_tokenizer = raw
+        self.special_tokens_map, self.backend_tokenizer = roles, raw
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids of `text`."""

@@ -66,7 +66,7 @@ def test_help_describes_every_option_once(command: str, capsys: pytest.CaptureFi
     cls = options_class(command)
     shown = [name for box in boxes(help_of(command, capsys)).values() for name in box]
     assert sorted(shown) == sorted(set(shown))
-    not_options = {"kv_tiers", "logits_processors", "sampling", "inputs"}
+    not_options = {"kv_tiers", "logits_processors", "sampling", "inputs", "chat"}
     names = {field.name for field in dataclasses.fields(cls)} - not_options
     missing = {name.replace("_", "-") for name in names} - set(shown)
     assert missing <= {"model", "recording", "reference", "models"}  # these are positional
@@ -87,9 +87,9 @@ def test_groups_contain_only_existing_options() -> None:
 
 
 def test_options_of_all_groups_reach_the_command_and_are_checked() -> None:
-    argv = ["m", "a", "b", "--output", "o", "--chat", "--dtype", "float32", "--kv-cache-gib", "2"]
+    argv = ["m", "a", "b", "--output", "o", "--raw", "--dtype", "float32", "--kv-cache-gib", "2"]
     args = cli.parse(BatchArgs, "x", [*argv, "--max-num-seqs", "3", "--top-k", "4"])
-    assert (args.model, args.inputs, args.output, args.chat) == ("m", ("a", "b"), "o", True)
+    assert (args.model, args.inputs, args.output, args.raw) == ("m", ("a", "b"), "o", True)
     assert (args.dtype, args.kv_cache_gib, args.max_num_seqs) == ("float32", 2.0, 3)
     assert args.sampling.top_k == 4  # type: ignore[attr-defined]
     with pytest.raises(ConfigError, match="kv_cache_gib must be greater than 0"):
