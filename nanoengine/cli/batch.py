@@ -27,7 +27,6 @@ from nanoengine.jobs.signals import Signals, Stopped
 from nanoengine.jobs.work import TooManyErrorsError
 from nanoengine.settings.checks import require_positive
 from nanoengine.settings.config import EngineConfig
-from nanoengine.text.chat_template import CHATS
 from nanoengine.text.load_tokenizer import find_chat_template
 
 if TYPE_CHECKING:
@@ -137,10 +136,9 @@ def main(args: BatchArgs, make_recorder: type[Recorder] = Recorder) -> int:
 
 def row_options(options_class: type[T], args: Any, config: EngineConfig) -> T:
     """The options of rows or of a job. Prompts are sent as chat messages unless --raw is given or
-    the model has no chat template; then the process that renders them starts, before the model."""
+    the model has no chat template."""
     sampling = sampling_fields(args.sampling)
-    if chat := not args.raw and bool(find_chat_template(config)):
-        CHATS.begin()
+    chat = not args.raw and bool(find_chat_template(config))
     return options_class(**subset(options_class, args) | {"sampling": sampling, "chat": chat})
 
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from nanoengine.cli.options import EngineArgs, SamplingArgs, engine_options, sampling_fields
 from nanoengine.errors import ConfigError, NanoEngineError
 from nanoengine.jobs.manifest import sampling_line
+from nanoengine.text.chat_template import CHATS
 
 if TYPE_CHECKING:
     from nanoengine.llm import LLM
@@ -50,6 +51,7 @@ def main(args: ChatArgs) -> None:
         import readline  # noqa: F401  # adds line editing and history
 
     print(f"loading {args.model} ...", file=sys.stderr)
+    CHATS.begin()  # Why here: the process starts while the model loads.
     from nanoengine.llm import LLM
 
     with LLM(**engine_options(args)) as llm:

@@ -26,6 +26,7 @@ from nanoengine.jobs.source import STDIN, Input, Line
 from nanoengine.jobs.work import Work
 from nanoengine.settings.checks import truncate
 from nanoengine.settings.config import EngineConfig
+from nanoengine.text.chat_template import CHATS
 from nanoengine.text.prompt_forms import Row
 
 PROMPTS = Input(name="--prompt", form="txt")
@@ -83,6 +84,8 @@ def main(args: GenerateArgs) -> int:
         batch.require_terminal()
     config = EngineConfig.from_kwargs(**engine_options(args))
     options = batch.row_options(RowOptions, args, config)
+    if options.chat:
+        CHATS.begin()  # Why here: the process starts while the model loads.
     from nanoengine.llm import LLM
 
     with LLM(**engine_options(args)) as llm, contextlib.ExitStack() as stack:
