@@ -103,6 +103,8 @@ def main(args: BatchArgs, make_recorder: type[Recorder] = Recorder) -> int:
     Args:
         make_recorder: the class of the maker of records.
     """
+    if args.watch:
+        require_terminal()
     options = engine_options(args)
     config = EngineConfig.from_kwargs(**options)
     job_options = row_options(JobOptions, args, config)
@@ -110,8 +112,6 @@ def main(args: BatchArgs, make_recorder: type[Recorder] = Recorder) -> int:
         from nanoengine.jobs.dry_run import dry_run
 
         return dry_run(job_options, config, args.model)
-    if args.watch:
-        require_terminal()
     job = Job(job_options, lambda: describe_engine(config, args.model))
     job.make_recorder = make_recorder
     try:
