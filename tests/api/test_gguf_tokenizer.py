@@ -405,8 +405,8 @@ def test_chat_templates_of_the_file_are_rendered(tmp_path: Path) -> None:
     keys |= {f"{key}.tool_use": "{{ tools[0]['name'] }}", f"{key}s": ["tool_use"]}
     path = str(write(tmp_path / "m.gguf", keys))
     tokenizer = Tokenizer.load(path)
-    for model in (path, str(tmp_path)):
-        assert find_chat_template(EngineConfig(model=model)) == keys[key]
+    for other in (None, path, str(tmp_path)):
+        assert find_chat_template(EngineConfig(model=path, tokenizer=other)) == keys[key]
     talk = "<s><|user|>go home</s><|assistant|>it is late</s>"
     assert tokenizer.render_chat(TALK, add_generation_prompt=False) == talk
     assert tokenizer.render_chat(TALK, tools=[{"name": "clock"}]) == "clock"
