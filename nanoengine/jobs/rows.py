@@ -56,7 +56,7 @@ NO_TOOL_PARSER = (
     " --tool-call-parser is given"
 )
 
-ALREADY_RENDERED = "prompts with the chat template's {} are sent as they are, as with --raw"
+ALREADY_RENDERED = "prompts with the chat template's {} are sent as with --raw, without --system"
 ALL_ARE_DATA = "columns {} set no option: with --prompt-column or --template all columns are data"
 OTHERS_ARE_DATA = "with --prompt-column other columns are data"
 

@@ -223,7 +223,7 @@ def test_prompts_are_sent_as_chat_messages(chat_jobs: Batch, seen: list[Any], ar
     assert seen
     assert [row.prompt for row in seen] == [sent] * len(seen)
     assert chat_jobs.stderr.count(NOTE) == is_noted
-    warning = "prompts with the chat template's <|user|> are sent as they are, as with --raw"
+    warning = "prompts with the chat template's <|user|> are sent as with --raw, without --system"
     assert chat_jobs.stderr.count(warning) == (name == "rendered.txt")
 
 
