@@ -52,7 +52,7 @@ class BatchArgs(JobOptions, EngineArgs):
       cat prompts.jsonl | nanoengine batch demo - --output - --max-tokens 64 | head
 
     Attributes:
-        raw: Send prompts as they are. By default they are sent as chat messages, if the model has a
+        raw: Send prompts as they are; by default they are sent as chat messages if the model has a
             chat template.
         shutdown_timeout: Time that running rows have to finish after the first Ctrl-C or SIGTERM
             [s].

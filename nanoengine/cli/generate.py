@@ -47,7 +47,7 @@ class GenerateArgs(EngineArgs):
         file: A file of prompts, in any format that `nanoengine batch` supports.
         output: Write the records for --file to this file, in the same order; the same command
             resumes.
-        raw: Send prompts as they are. By default they are sent as chat messages, if the model has a
+        raw: Send prompts as they are; by default they are sent as chat messages if the model has a
             chat template.
         system: System message before each prompt that is sent as a user message.
         reasoning_parser: Parse the model's reasoning: vLLM's name of the parser, or auto.
