@@ -11,7 +11,7 @@ import sys
 import time
 from contextlib import closing
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from tyro.conf import Positional, arg
 
@@ -21,11 +21,13 @@ from nanoengine.jobs.job import InputChangedError, Job, JobOptions
 from nanoengine.jobs.manifest import describe_engine, sampling_line
 from nanoengine.jobs.progress import Progress, format_summary, summary
 from nanoengine.jobs.record_log import OutputLostError, as_output_lost
-from nanoengine.jobs.rows import reader_args
+from nanoengine.jobs.records import Recorder
+from nanoengine.jobs.rows import RowOptions, reader_args
 from nanoengine.jobs.signals import Signals, Stopped
 from nanoengine.jobs.work import TooManyErrorsError
 from nanoengine.settings.checks import require_positive
 from nanoengine.settings.config import EngineConfig
+from nanoengine.text.load_tokenizer import find_chat_template
 
 if TYPE_CHECKING:
     from nanoengine.llm import LLM
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
 ALL_ANSWERED, SOME_FAILED, REFUSED, TOO_MANY_ERRORS, SOME_DIFFER = 0, 1, 2, 3, 4
 """Exit codes; after a signal it is 128 + its number."""
 
+T = TypeVar("T", RowOptions, JobOptions)
 MAX_TIMEOUT_S = 86_400
 
 
@@ -44,11 +47,13 @@ class BatchArgs(JobOptions, EngineArgs):
 
     examples:
       nanoengine batch demo requests.jsonl --output answers.jsonl
-      nanoengine batch Qwen/Qwen3-0.6B 'data/*.csv.gz' --template 'Sum up: {{ text }}' --chat
+      nanoengine batch Qwen/Qwen3-0.6B 'data/*.csv.gz' --template 'Sum up: {{ text }}'
           --output sums.csv
       cat prompts.jsonl | nanoengine batch demo - --output - --max-tokens 64 | head
 
     Attributes:
+        raw: Send prompts as they are; by default they are sent as chat messages if the model has a
+            chat template.
         shutdown_timeout: Time that running rows have to finish after the first Ctrl-C or SIGTERM
             [s].
         replicas: Run this many engines, each in its own process, on its own GPU or its own share of
@@ -65,6 +70,7 @@ class BatchArgs(JobOptions, EngineArgs):
 
     inputs: Annotated[Positional[tuple[str, ...]], arg(metavar="INPUT...")]
     sampling: SamplingArgs = field(default_factory=SamplingArgs)  # type: ignore[valid-type]
+    raw: bool = False
     shutdown_timeout: float = 10.0
     replicas: int | None = None
     threads_per_replica: int | None = None
@@ -91,18 +97,23 @@ class BatchArgs(JobOptions, EngineArgs):
         EngineArgs.__post_init__(self)
 
 
-def main(args: BatchArgs) -> int:
-    """Runs the command; returns its exit code."""
-    options, sampling = engine_options(args), sampling_fields(args.sampling)
+def main(args: BatchArgs, make_recorder: type[Recorder] = Recorder) -> int:
+    """Runs the command; returns its exit code.
+
+    Args:
+        make_recorder: the class of the maker of records.
+    """
+    if args.watch:
+        require_terminal()
+    options = engine_options(args)
     config = EngineConfig.from_kwargs(**options)
-    job_options = JobOptions(**subset(JobOptions, args) | {"sampling": sampling})
+    job_options = row_options(JobOptions, args, config)
     if args.dry_run:
         from nanoengine.jobs.dry_run import dry_run
 
         return dry_run(job_options, config, args.model)
-    if args.watch:
-        require_terminal()
     job = Job(job_options, lambda: describe_engine(config, args.model))
+    job.make_recorder = make_recorder
     try:
         with closing(job), Signals(args.shutdown_timeout) as signals:
             if args.verify is not None:
@@ -121,6 +132,14 @@ def main(args: BatchArgs) -> int:
     except OutputLostError as error:
         print(f"error: {error.strerror}", file=sys.stderr)
         return SOME_FAILED
+
+
+def row_options(options_class: type[T], args: Any, config: EngineConfig) -> T:
+    """The options of rows or of a job. Prompts are sent as chat messages unless --raw is given or
+    the model has no chat template."""
+    sampling = sampling_fields(args.sampling)
+    chat = not args.raw and bool(find_chat_template(config))
+    return options_class(**subset(options_class, args) | {"sampling": sampling, "chat": chat})
 
 
 def _verify(job: Job, args: BatchArgs, options: dict[str, Any]) -> int:

@@ -2,7 +2,8 @@
 
 /system TEXT   start over with this system message
 /reset         start over
-Ctrl-C stops an answer and keeps the text so far; Ctrl-D, or /quit, exits.
+/help          show these lines
+/quit          exit, as Ctrl-D does; Ctrl-C stops an answer and keeps the text so far
 """
 
 from __future__ import annotations
@@ -15,18 +16,18 @@ from typing import TYPE_CHECKING, Any
 from nanoengine.cli.options import EngineArgs, SamplingArgs, engine_options, sampling_fields
 from nanoengine.errors import ConfigError, NanoEngineError
 from nanoengine.jobs.manifest import sampling_line
-from nanoengine.settings.checks import nearest
+from nanoengine.text.chat_template import CHATS
 
 if TYPE_CHECKING:
     from nanoengine.llm import LLM
     from nanoengine.settings.params import SamplingParams
 
-COMMANDS = ("/system", "/reset", "/quit")
+HELP = (__doc__ or "").partition("\n\n")[2].rstrip()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatArgs(EngineArgs):
-    """A conversation with a model; /system, /reset and /quit are commands.
+    """A conversation with a model; /help shows its commands.
 
     examples:
       nanoengine chat demo
@@ -49,9 +50,14 @@ def main(args: ChatArgs) -> None:
     with suppress(ImportError):
         import readline  # noqa: F401  # adds line editing and history
 
+    print(f"loading {args.model} ...", file=sys.stderr)
+    CHATS.begin()  # Why here: the process starts while the model loads.
     from nanoengine.llm import LLM
 
     with LLM(**engine_options(args)) as llm:
+        if not llm.tokenizer.chat_template:
+            raise ConfigError(f"model {args.model!r} has no chat template: give --chat-template")
+        print(f"{args.model}: {llm.info.num_parameters:,} parameters\n{HELP}", file=sys.stderr)
         print("sampling:", sampling_line(llm.config, llm.info, sampling), file=sys.stderr)
         unlimited = replace(llm.default_sampling_params, max_tokens=None)
         Chat(llm, replace(unlimited, **sampling), args.system).run()
@@ -117,4 +123,5 @@ class Chat:
                     self.system = rest[0] if rest else None
                 self.turns.clear()
             case [name, *_]:
-                print(f"unknown command {name!r}; {nearest(name, COMMANDS)}")
+                error = "" if name == "/help" else f"unknown command {name!r}; the commands are:\n"
+                print(error + HELP)

@@ -7,6 +7,7 @@ terminal. A file, or stdin, is run as a job of `nanoengine batch` (cli/batch.py)
 from __future__ import annotations
 
 import contextlib
+import json
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,14 +16,17 @@ from typing import Any
 from tyro.conf import UseAppendAction
 
 from nanoengine.cli import batch
-from nanoengine.cli.options import EngineArgs, SamplingArgs, engine_options, sampling_fields, subset
+from nanoengine.cli.options import EngineArgs, SamplingArgs, engine_options, subset
 from nanoengine.errors import ConfigError
 from nanoengine.jobs.manifest import sampling_line
 from nanoengine.jobs.paths import STDOUT
-from nanoengine.jobs.records import Recorder, parsed_fields
+from nanoengine.jobs.records import PARSED_FIELDS, Recorder
 from nanoengine.jobs.rows import RowOptions, RowReader, Task
-from nanoengine.jobs.source import STDIN, Input, Line, RowError
+from nanoengine.jobs.source import STDIN, Input, Line
 from nanoengine.jobs.work import Work
+from nanoengine.settings.checks import truncate
+from nanoengine.settings.config import EngineConfig
+from nanoengine.text.chat_template import CHATS
 from nanoengine.text.prompt_forms import Row
 
 PROMPTS = Input(name="--prompt", form="txt")
@@ -33,8 +37,8 @@ class GenerateArgs(EngineArgs):
     """Completes prompts from the command line, from a file, or from stdin, one per line.
 
     examples:
-      nanoengine generate demo --prompt "Once upon a time"
-      nanoengine generate demo --chat --prompt "Tell a story." --temperature 0 --n 1
+      nanoengine generate demo --prompt "Tell a story." --temperature 0
+      nanoengine generate demo --raw --prompt "Once upon a time"
       nanoengine generate Qwen/Qwen3-0.6B --file prompts.txt --output answers.jsonl
 
     Attributes:
@@ -43,22 +47,25 @@ class GenerateArgs(EngineArgs):
         file: A file of prompts, in any format that `nanoengine batch` supports.
         output: Write the records for --file to this file, in the same order; the same command
             resumes.
-        chat: Treat each prompt as a user message, and apply the model's chat template.
-        system: System message before each prompt; needs --chat.
+        raw: Send prompts as they are; by default they are sent as chat messages if the model has a
+            chat template.
+        system: System message before each prompt that is sent as a user message.
         reasoning_parser: Parse the model's reasoning: vLLM's name of the parser, or auto.
         tool_call_parser: Parse tool calls in answers: vLLM's name of the parser, or auto.
         watch: Draw the KV pool and the running sequences on the terminal while they change.
+        json: Print records also on a terminal; elsewhere they are always printed.
     """
 
     prompt: UseAppendAction[tuple[str, ...]] = ()
     file: Path | None = None
     output: Path | None = None
     sampling: SamplingArgs = field(default_factory=SamplingArgs)  # type: ignore[valid-type]
-    chat: bool = False
+    raw: bool = False
     system: str | None = None
     reasoning_parser: str | None = None
     tool_call_parser: str | None = None
     watch: bool = False
+    json: bool = False
 
 
 def main(args: GenerateArgs) -> int:
@@ -67,14 +74,18 @@ def main(args: GenerateArgs) -> int:
     Raises:
         ConfigError: there are no prompts, a file or a value is invalid; before the model loads.
     """
-    sampling = sampling_fields(args.sampling)
-    options = RowOptions(**subset(RowOptions, args) | {"sampling": sampling})
+    as_text = sys.stdout.isatty() and args.output is None and not args.json
+    make_recorder = TextRecorder if as_text else Recorder
     if not args.prompt:
-        return batch.main(_as_batch(args))
+        return batch.main(_as_batch(args), make_recorder)
     if args.file is not None or args.output is not None:
         raise ConfigError("--file and --output can't be used with --prompt, which prints to stdout")
     if args.watch:
         batch.require_terminal()
+    config = EngineConfig.from_kwargs(**engine_options(args))
+    options = batch.row_options(RowOptions, args, config)
+    if options.chat:
+        CHATS.begin()  # Why here: the process starts while the model loads.
     from nanoengine.llm import LLM
 
     with LLM(**engine_options(args)) as llm, contextlib.ExitStack() as stack:
@@ -90,7 +101,7 @@ def main(args: GenerateArgs) -> int:
             watch = Watch(lambda: f"{llm.engine.num_unfinished} of {len(tasks)} prompts are left")
             stack.callback(watch.close)
             llm.engine.observers.append(watch)
-        elif is_terminal() and len(tasks) == tasks[0].params.n == 1 and not options.parses_output:
+        elif as_text and len(tasks) == tasks[0].params.n == 1 and not options.parses_output:
             (task,) = tasks
             prompt = Row(task.prompt, sampling_params=task.params, key=task.key)
             for delta in llm.stream(prompt, kind="delta"):
@@ -100,16 +111,10 @@ def main(args: GenerateArgs) -> int:
         results: dict[int, Any] = {}
         work = Work(tasks, lambda task, result: results.update({task.row: result}))
         work.run(lambda rows: llm.stream(rows, on_error="record"))
-    recorder, as_text = Recorder(args.model), is_terminal()
+    recorder = make_recorder(args.model)
     for task in tasks:
-        result = results[task.row]
-        sys.stdout.write(_text(task, result) if as_text else recorder.record(task, result).decode())
+        sys.stdout.write(recorder.record(task, results[task.row]).decode())
     return int(work.counts.failed > 0)
-
-
-def is_terminal() -> bool:
-    """Whether stdout is a terminal; then answers are printed as text, otherwise as records."""
-    return sys.stdout.isatty()
 
 
 def _as_batch(args: GenerateArgs) -> batch.BatchArgs:
@@ -127,13 +132,18 @@ def _as_batch(args: GenerateArgs) -> batch.BatchArgs:
     return batch.BatchArgs(**subset(batch.BatchArgs, args) | job)
 
 
-def _text(task: Task, result: Any) -> str:
-    if isinstance(result, RowError):
-        return f"[{task.row}] {task.columns['prompt']!r}\n    error: {result}\n"
-    parser = task.output_parser
-    output = result if parser is None else parser.parse(result, task.key)
-    lines = [f"[{task.row}] {output.prompt!r}"]
-    for completion in output.outputs:
-        lines += (f"    {name}: {value!r}" for name, value in parsed_fields(completion).items())
-        lines.append(f"    {completion.text!r}")
-    return "\n".join(lines) + "\n"
+class TextRecorder(Recorder):
+    """Makes readable text of the records of simple rows: the prompt, and the answers."""
+
+    def record(self, task: Task, result: Any) -> bytes:
+        line = super().record(task, result)
+        if task.kind != "simple":
+            return line
+        record = json.loads(line)
+        # Why the escape code: it erases the progress line of a job.
+        lines = [f"\r\x1b[K[{task.row}] {truncate(record.get('prompt', ''))}"]
+        if record["error"]:
+            lines.append(f"error: {record['error']['message']}")
+        for output in record["outputs"]:
+            lines += [f"{n}: {output[n]}" for n in PARSED_FIELDS if n in output] + [output["text"]]
+        return "\n".join([*lines, "", ""]).encode(errors="backslashreplace")

@@ -17,8 +17,9 @@ from nanoengine.settings.params import SamplingParams
 from nanoengine.settings.tiers import DiskTier, HostTier, Tier
 
 DEMO = "demo"
-WITHOUT_OPTION = ("structured_outputs", "logits_processors", "extra_args", "kv_tiers")
-"""Settings whose values are objects, which only rows and programs can set."""
+WITHOUT_OPTION = ("structured_outputs", "logits_processors", "extra_args", "kv_tiers", "chat")
+"""Settings that only rows and programs can set, because their values are objects; and `chat`, for
+which commands have --raw."""
 # Why not the text of SamplingParams: None means unlimited there, but "not given" here.
 MAX_TOKENS = (
     "Maximum number of tokens to generate. By default: the row's value, else the model's, else 256;"

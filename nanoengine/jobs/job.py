@@ -107,11 +107,14 @@ class Job:
         done: one byte per row of the files, 1 if it has a record; empty with stdin.
         log: the records.
         is_complete: all rows have a record.
+        make_recorder: the class of the maker of records.
 
     Raises:
         ConfigError: an input, the output or an option is invalid, or the output belongs to another
             job; no file was changed.
     """
+
+    make_recorder = Recorder
 
     def __init__(self, options: JobOptions, describe: Callable[[], Mapping[str, Any]]) -> None:
         self.options = options
@@ -313,7 +316,7 @@ class Job:
 
     def reader(self, model: str, *reader_args: Any) -> tuple[RowReader, Recorder]:
         """The reader of rows and the maker of records; the arguments are as for `work`."""
-        return RowReader(self.options, model, *reader_args), Recorder(model, self.created)
+        return RowReader(self.options, model, *reader_args), self.make_recorder(model, self.created)
 
     def tasks(self, reader: RowReader, include: Callable[[int], bool]) -> Iterator[Task | Pause]:
         """The tasks of the rows for which `include` is true."""

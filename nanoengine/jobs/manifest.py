@@ -23,6 +23,9 @@ FORMAT = 2
 NOT_COMPARED = ("created", "inputs", "sampling_defaults")
 """Fields in which the manifest of a resumed job may differ; inputs are compared separately."""
 
+HINTS = {"rows.chat": " (whether prompts are sent as chat messages; false is --raw)"}
+"""Explanations of fields that no option is named after."""
+
 START_OVER_HINT = (
     "name another output, or move this one aside, as `nanoengine batch` does with --restart"
 )  # fmt: skip
@@ -166,6 +169,7 @@ def require_same(before: dict[str, Any], now: dict[str, Any], inputs: list[Input
     )
     differences = [
         f"{name}: it was {_as_json(old.get(name))}, it is {_as_json(new.get(name))}"
+        + HINTS.get(name, "")
         for name in sorted(old.keys() | new.keys())
         if old.get(name) != new.get(name)
     ]

@@ -73,7 +73,7 @@ class Progress:
         if counts.cut:
             yield f"{counts.cut:,} answers were cut at max_tokens: --max-tokens allows more"
         if counts.empty:
-            hint = "" if self._job.options.chat else "; a chat model may need --chat"
+            hint = "" if self._job.options.chat else "; prompts had no chat template"
             yield f"{counts.empty:,} answers are empty: the model stopped at once{hint}"
         if self._num_block_waits:
             share = f"{self._num_block_waits:,} of {self._num_steps:,} steps"

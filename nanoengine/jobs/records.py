@@ -25,6 +25,7 @@ from nanoengine.settings.checks import to_python
 if TYPE_CHECKING:
     from nanoengine.features.output_parser import OutputParser
 
+PARSED_FIELDS = ("reasoning_content", "tool_calls", "parse_error")
 MIN_LOGPROB = -9999.0
 """Replaces -inf, which JSON lacks; the same value as in OpenAI's API."""
 
@@ -160,8 +161,7 @@ def _ending(completion: CompletionOutput) -> dict[str, Any]:
 
 def parsed_fields(completion: CompletionOutput) -> dict[str, Any]:
     """The fields of a parsed answer other than its text."""
-    names = ("reasoning_content", "tool_calls", "parse_error")
-    return {name: part for name in names if (part := getattr(completion, name)) is not None}
+    return {name: part for name in PARSED_FIELDS if (part := getattr(completion, name)) is not None}
 
 
 def _chat_choice(

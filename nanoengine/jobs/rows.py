@@ -19,6 +19,7 @@ import itertools
 import json
 import math
 import re
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -30,6 +31,7 @@ from nanoengine.jobs.source import STDIN, UTF8_HINT, Input, Line, RowError, read
 from nanoengine.settings.checks import nearest, quoted, to_python
 from nanoengine.settings.params import SamplingParams
 from nanoengine.settings.vllm_names import NAMES, SAMPLING_PARAMS, translate
+from nanoengine.text.chats import user_marker
 from nanoengine.text.prompt_forms import CONTENT_KEYS, TEMPLATE_KEYS
 from nanoengine.text.rendering import Renderer
 
@@ -54,10 +56,9 @@ NO_TOOL_PARSER = (
     " --tool-call-parser is given"
 )
 
-CHAT_TEMPLATE_UNUSED = "prompts run without the model's chat template: --chat applies it"
+ALREADY_RENDERED = "prompts with the chat template's {} are sent as with --raw, without --system"
 ALL_ARE_DATA = "columns {} set no option: with --prompt-column or --template all columns are data"
 OTHERS_ARE_DATA = "with --prompt-column other columns are data"
-CHAT_MARKER = re.compile(r"<[^<>\s{}]+>|\[INST\]")
 
 NO_EFFECT = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
 """Fields of a body that are accepted and have no effect."""
@@ -148,8 +149,9 @@ class RowOptions:
         prompt_column: Column that is the prompt; other columns are data and are copied to the
             record.
         template: Jinja template over the columns that makes the prompt.
-        chat: Treat a prompt as a user message, and apply the model's chat template.
-        system: System message before each prompt; needs --chat.
+        chat: Send a prompt as a user message, with the model's chat template. In commands it is
+            set unless --raw is given or the model has no template.
+        system: System message before each prompt that is sent as a user message.
         ignore_model: Don't warn about rows that name another model.
         ignore_unknown: Drop unknown fields of OpenAI bodies instead of failing the row.
         trust_row_templates: Run chat templates from rows. They are programs, which run in a
@@ -181,7 +183,7 @@ class RowOptions:
         if self.prompt_column is not None and self.template is not None:
             raise ConfigError("--prompt-column and --template both make the prompt: give only one")
         if self.system is not None and not self.chat:
-            raise ConfigError("--system needs --chat: only a chat template has system messages")
+            raise ConfigError("--system needs a chat template: give --chat-template, and no --raw")
 
     @property
     def parses_output(self) -> bool:
@@ -196,7 +198,7 @@ class RowOptions:
 
 def reader_args(
     model: str, config: EngineConfig, info: Any, tokenizer: Callable[[], Tokenizer]
-) -> tuple[str, Mapping[str, Any], Callable[[], Any], Callable[[], PoolingTasks]]:
+) -> tuple[Any, ...]:
     """The arguments of a `RowReader` after its options, for a model.
 
     Args:
@@ -213,7 +215,11 @@ def reader_args(
     def template() -> Any:
         return None if config.skip_tokenizer_init else tokenizer().chat_template
 
-    return model, info.generation_defaults, template, pools
+    def first_chat() -> str:
+        print("prompts are sent as chat messages; --raw sends them as they are", file=sys.stderr)
+        return user_marker(tokenizer())
+
+    return model, info.generation_defaults, template, pools, first_chat
 
 
 class RowReader:
@@ -224,6 +230,8 @@ class RowReader:
         defaults: the model's default sampling parameters.
         chat_template: returns the model's chat template, which determines the output parsers.
         pools: makes the reader of pooling requests; None: embeddings and scores are not supported.
+        first_chat: called before the first prompt becomes a chat message; returns the marker of
+            prompts that are already rendered, see `user_marker`.
 
     Raises:
         ConfigError: the template is invalid.
@@ -237,9 +245,11 @@ class RowReader:
         defaults: Mapping[str, Any] | None = None,
         chat_template: Callable[[], Any] = str,
         pools: Callable[[], PoolingTasks] | None = None,
+        first_chat: Callable[[], str] = str,
     ) -> None:
         self._options, self._pools = options, pools
         self._chat_template = functools.cache(chat_template)
+        self._marker = functools.cache(first_chat)
         self._model = model
         self._base = {**(defaults or {}), **options.sampling}
         self._params: dict[str, SamplingParams] = {}
@@ -277,7 +287,7 @@ class RowReader:
         if self._options.columns_are_data:
             if names := [name for name in SAMPLING if name in row]:
                 self._warn("columns", ALL_ARE_DATA.format(", ".join(names)))
-            task.prompt = self._apply_chat(self._from_columns(row))
+            task.prompt = self._apply_chat({"prompt": self._from_columns(row)})
             task.params = self._params_for(self._with_parser(task, {}), "simple")
         else:
             self._fill_simple(task, row)
@@ -308,15 +318,16 @@ class RowReader:
             raise RequestError(f"column {name!r} must be a string, got {quoted(row[name])}")
         return str(row[name])
 
-    def _apply_chat(self, prompt: Any) -> Any:
-        if not isinstance(prompt, str):
+    def _apply_chat(self, prompt: dict[str, Any]) -> dict[str, Any]:
+        """A prompt, with its text replaced by messages if prompts are sent as chat messages."""
+        text, has_text = prompt.get("prompt"), prompt.keys() & CONTENT_KEYS == {"prompt"}
+        # Why not others: `LLM.stream` raises an error.
+        if not self._options.chat or not has_text or not text or not isinstance(text, str):
             return prompt
-        if self._options.chat:
-            return self._first_messages(prompt)
-        template = str(self._chat_template() or "")
-        if template and not any(marker in prompt for marker in _chat_markers(template)):
-            self._warn("chat", CHAT_TEMPLATE_UNUSED)
-        return prompt
+        if (marker := self._marker()) and marker in text:
+            self._warn("rendered", ALREADY_RENDERED.format(marker))
+            return prompt
+        return prompt | self._first_messages(prompt.pop("prompt"))
 
     def _first_messages(self, text: str) -> dict[str, Any]:
         """The first messages of a conversation: the system message, then the user's."""
@@ -336,8 +347,7 @@ class RowReader:
         task.params = self._params_for(params, "simple")
         turns = to_python(row.get("turns"))
         if turns is None:
-            is_text = prompt.keys() == {"prompt"}
-            task.prompt = self._apply_chat(prompt["prompt"] if is_text else prompt)
+            task.prompt = self._apply_chat(prompt)
             return
         if not isinstance(turns, list) or not turns or not all(isinstance(t, str) for t in turns):
             raise RequestError(f"'turns' must be a list of strings, got {quoted(turns)}")
@@ -499,12 +509,6 @@ class RowReader:
             ids = (int(k) if isinstance(k, str) and k.isdecimal() else k for k in biases)
             own["logit_bias"] = dict(zip(ids, biases.values(), strict=True))
         return SamplingParams(**{"max_tokens": MAX_TOKENS[kind], **self._base, **own})
-
-
-@functools.lru_cache
-def _chat_markers(template: str) -> list[str]:
-    """The markers that a chat template writes; a prompt with a marker is already rendered."""
-    return CHAT_MARKER.findall(template)
 
 
 def _present_fields(row: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:

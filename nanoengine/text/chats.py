@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 from nanoengine.errors import RequestError
 from nanoengine.settings.checks import quoted, truncate
-from nanoengine.text.end_tokens import turn_end_ids
+from nanoengine.text.end_tokens import QUESTION, turn_end_ids
 from nanoengine.text.tokenizer import Tokenizer
 
 MAX_FORMS = 256
@@ -36,6 +36,7 @@ MARK = "nanoengine-marks-text-{}-"
 OPTIONAL = {"role", "name", "tool_call_id", "reasoning_content", "reasoning", "thinking"}
 """Keys of a message that a chat template need not use."""
 
+MARKER = re.compile(r"<[^<>\s{}]+>|\[[^][\s]+\]")
 DEVELOPER = re.compile(r"""\\?['"]developer\\?['"]""")
 
 Messages = Sequence[Mapping[str, Any]]
@@ -74,7 +75,7 @@ class Chats:
         variables = options.pop("chat_template_kwargs", {})
         chat_template, roles = options.get("chat_template"), [m["role"] for m in messages]
         if "developer" in roles:
-            template = str(chat_template or self._tokenizer.backend.chat_template)
+            template = str(chat_template or self._tokenizer.chat_template)
             known = "developer" if DEVELOPER.search(template) else "system"
             roles = [known if role == "developer" else role for role in roles]
             messages = [{**m, "role": role} for m, role in zip(messages, roles, strict=True)]
@@ -107,6 +108,19 @@ class Chats:
                 " give another chat template"
             )
         return text
+
+
+def user_marker(tokenizer: Tokenizer) -> str:
+    """The last marker that the chat template writes before a user's message, such as <|im_start|>
+    or [INST]; "" if there is none. A prompt that contains it is already rendered.
+
+    Why rendered: templates also contain tags of tool calls and reasoning, and compose markers.
+
+    Raises:
+        RequestError: see `Tokenizer.render_chat`.
+    """
+    text, _, _ = tokenizer.render_chat([QUESTION]).partition(QUESTION["content"])
+    return ["", *MARKER.findall(text)][-1]
 
 
 def parse_messages(messages: object) -> list[dict[str, Any]]:

@@ -173,9 +173,7 @@ def read_tokenizer(path: Path) -> TokenizerFile:
     from nanoengine.checkpoint.gguf import read_gguf
 
     metadata = read_gguf(path).metadata
-    found = make_tokenizer(metadata, path)
-    found.chat_template = metadata.get(TEMPLATE)
-    return found
+    return make_tokenizer(metadata, path)
 
 
 def make_tokenizer(metadata: Mapping[str, Any], path: Path) -> TokenizerFile:
@@ -201,9 +199,10 @@ def make_tokenizer(metadata: Mapping[str, Any], path: Path) -> TokenizerFile:
     single = [name for name in ("bos", "$A", "eos") if name == "$A" or name in dict(ends)]
     raw.post_processor = TemplateProcessing(single=single, special_tokens=ends)
     names = keys.special_tokens()
-    known = {"chat_template": keys.chat_templates(), "clean_up_tokenization_spaces": False, **names}
-    load_full = functools.partial(_load_full, raw, str(path), known)
-    return TokenizerFile(raw, load_full, names.get("eos_token"))
+    known = {"clean_up_tokenization_spaces": False, **names}
+    found = TokenizerFile(raw, functools.partial(_load_full, raw, str(path), known), names)
+    found.chat_template = keys.chat_templates()
+    return found
 
 
 class _Keys:
@@ -368,11 +367,13 @@ MODELS = {"gpt2": _byte_level, "llama": _sentencepiece_bpe, "gemma4": _gemma4_bp
 """Name in `tokenizer.ggml.model` -> the function that builds the tokenizer."""
 
 
-def _load_full(raw: RawTokenizer, name: str, known: dict[str, Any]) -> PreTrainedTokenizerBase:
-    """Converts the tokenizer to a transformers tokenizer, for chats and for `get_tokenizer`."""
+def _load_full(
+    raw: RawTokenizer, name: str, known: dict[str, Any], chat_template: Any
+) -> PreTrainedTokenizerBase:
+    """Converts the tokenizer to a transformers tokenizer, for `get_tokenizer`."""
     from transformers import PreTrainedTokenizerFast
 
-    full = PreTrainedTokenizerFast(tokenizer_object=raw, **known)
+    full = PreTrainedTokenizerFast(tokenizer_object=raw, chat_template=chat_template, **known)
     # Why not an argument: with a large vocabulary, transformers would look up the name on the hub.
     full.name_or_path = name
     return full

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import re
 import stat
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
 
     from nanoengine.checkpoint.config import ModelConfig
     from nanoengine.settings.config import EngineConfig
-    from nanoengine.text.tokenizer_file import LoadFull
 
 NAMED_TOKENS = {f"{role}_token" for role in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")}
 
@@ -68,16 +66,7 @@ def load_configured(config: EngineConfig) -> PreTrainedTokenizerBase | Tokenizer
         raise
     if config.chat_template is not None:
         found.chat_template = config.chat_template
-        if isinstance(found, TokenizerFile):
-            found.load_full = functools.partial(_load_with, config.chat_template, found.load_full)
     return found
-
-
-def _load_with(chat_template: str, load_full: LoadFull) -> PreTrainedTokenizerBase:
-    """Loads the transformers tokenizer, and replaces its chat template."""
-    full = load_full()
-    full.chat_template = chat_template
-    return full
 
 
 def find_or_load(name: str, trust_remote_code: bool) -> PreTrainedTokenizerBase | TokenizerFile:
@@ -100,11 +89,36 @@ def find_or_load(name: str, trust_remote_code: bool) -> PreTrainedTokenizerBase 
     found = find_file(directory)
     if found is None:
         return load_backend(name, trust_remote_code)
-    config, file = directory / "tokenizer_config.json", directory / "chat_template.jinja"
-    found.chat_template = read_object(config, ConfigError).get("chat_template")
-    if file.is_file():
-        found.chat_template = file.read_text(encoding="utf-8", errors="replace")
+    found.chat_template = _stored_template(directory)
     return found
+
+
+def find_chat_template(config: EngineConfig) -> Any:
+    """The chat template of an engine's tokenizer; None: there is none.
+
+    Why not `load_configured`: it takes seconds for a large vocabulary.
+
+    Raises:
+        ConfigError, ModelError: see `load_configured`.
+    """
+    from nanoengine.checkpoint.find import resolve_model
+
+    path = Path(config.tokenizer or resolve_model(config)).expanduser()
+    if config.chat_template or not path.exists():  # otherwise it is the hub id of a tokenizer
+        return config.chat_template or load_configured(config).chat_template
+    if (gguf := path if is_gguf(path) else _find_gguf(path)) is None:
+        return _stored_template(path)
+    from nanoengine.checkpoint.gguf import read_gguf
+
+    return read_gguf(gguf).metadata.get("tokenizer.chat_template")
+
+
+def _stored_template(directory: Path) -> Any:
+    """The chat template in the files of a checkpoint."""
+    file, config = directory / "chat_template.jinja", directory / "tokenizer_config.json"
+    if file.is_file():
+        return file.read_text(encoding="utf-8", errors="replace")
+    return read_object(config, ConfigError).get("chat_template") if config.is_file() else None
 
 
 def with_tokenizer_eos(model: ModelConfig, tokenizer: Any, *, chats: bool = False) -> ModelConfig:
@@ -136,16 +150,16 @@ def find_file(directory: Path) -> TokenizerFile | None:
         return None
     if not isinstance(model_type, str) or model_type not in MODEL_TYPES:
         return None
-    role_tokens = [config.get(key) for key in NAMED_TOKENS if config.get(key) is not None]
+    roles = {key: config[key] for key in NAMED_TOKENS if config.get(key) is not None}
     extra = config.get("extra_special_tokens", [])
     known = NAMED_TOKENS | UNUSED_KEYS | {"backend", "tokenizer_class"}
     if (
         config.get("tokenizer_class") != "TokenizersBackend"
         or config.get("backend") != "tokenizers"
         or config.keys() - known - {"extra_special_tokens"}
-        or not isinstance(extra, list)
-        or not all(isinstance(token, str) for token in [*role_tokens, *extra])
-        or any((directory / name).exists() for name in OLD_FILES)
+        or not (isinstance(extra, list) and isinstance(config.get("chat_template") or "", str))
+        or not all(isinstance(token, str) for token in [*roles.values(), *extra])
+        or any((directory / name).exists() for name in (*OLD_FILES, "additional_chat_templates"))
     ):
         return None
     from tokenizers import Tokenizer as RawTokenizer
@@ -159,10 +173,15 @@ def find_file(directory: Path) -> TokenizerFile | None:
     if raw.truncation is not None or raw.padding is not None or raw.post_processor is None:
         return None
     special = {t.content for t in raw.get_added_tokens_decoder().values() if t.special}
-    if not special.issuperset([*role_tokens, *extra]):
+    if not special.issuperset([*roles.values(), *extra]):
         return None
-    load_full = functools.partial(load_backend, str(directory))
-    return TokenizerFile(raw, load_full, config.get("eos_token"))
+
+    def load_full(chat_template: Any) -> PreTrainedTokenizerBase:
+        full = load_backend(str(directory))
+        full.chat_template = chat_template
+        return full
+
+    return TokenizerFile(raw, load_full, roles)
 
 
 def _find_gguf(directory: Path) -> Path | None:

@@ -40,7 +40,8 @@ class Tokenizer:
 
     def __init__(self, backend: PreTrainedTokenizerBase | TokenizerFile) -> None:
         self._base = backend
-        special_ids = {i for i, token in backend.added_tokens_decoder.items() if token.special}
+        self.added_tokens = backend.added_tokens_decoder
+        special_ids = {i for i, token in self.added_tokens.items() if token.special}
         self.special_ids = frozenset(special_ids.union(backend.all_special_ids))
         self.eos_token, self.has_warned = backend.eos_token, False
         self.byte_ids = frozenset(map(self.token_id, BYTE_TOKENS)) - {None}
@@ -75,12 +76,12 @@ class Tokenizer:
     def backend(self) -> PreTrainedTokenizerBase:
         """The transformers tokenizer, which is loaded at the first use."""
         plain = self._base
-        return plain.load_full() if isinstance(plain, TokenizerFile) else plain
+        return plain.load_full(plain.chat_template) if isinstance(plain, TokenizerFile) else plain
 
     @property
     def chat_template(self) -> Any:
         """The chat template, or a dict of name -> template; None: there is none."""
-        return self._base.chat_template
+        return vars(self).get("backend", self._base).chat_template
 
     def definition(self) -> str:
         """The tokenizer in the format of tokenizer.json, with all its added tokens.
@@ -129,10 +130,10 @@ class Tokenizer:
             RequestError: there is no template, or it raises an error, or it needs more time or
                 memory than `text/rendering.py` allows.
         """
-        from nanoengine.text.chat_template import CHATS, render_conversation
+        from nanoengine.text.chat_template import render_conversation
 
-        CHATS.begin()  # Why first: the process starts while the tokenizer loads.
-        return render_conversation(self.backend, messages, **options)
+        # Why not _base: a program may have changed the template of `backend`.
+        return render_conversation(vars(self).get("backend", self._base), messages, **options)
 
     def decode(
         self, token_ids: Sequence[int], *, skip_special_tokens: bool = True, anchored: bool = True

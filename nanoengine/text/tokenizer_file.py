@@ -1,8 +1,8 @@
 """TokenizerFile: a tokenizer that needs only the tokenizers library.
 
-Why: importing transformers takes longer than starting the engine with a small model. Plain text
-needs only a GGUF file or a tokenizer.json, if transformers would encode it in the same way, which
-load_tokenizer.py checks. `tokenizer.py` calls it.
+Why: importing transformers takes longer than starting the engine with a small model. Texts and
+chats need only a GGUF file or a tokenizer.json, if transformers would encode texts in the same way,
+which load_tokenizer.py checks. `tokenizer.py` calls it.
 """
 
 from __future__ import annotations
@@ -15,27 +15,28 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer as RawTokenizer
     from transformers import PreTrainedTokenizerBase
 
-    LoadFull = Callable[[], PreTrainedTokenizerBase]
+    LoadFull = Callable[[Any], PreTrainedTokenizerBase]
 
 
 class TokenizerFile:
-    """The methods of a transformers tokenizer that are needed for plain text.
+    """The methods of a transformers tokenizer that are needed for text and chats.
 
     Args:
-        load_full: loads the transformers tokenizer, which has all other methods.
-        eos_token: the name of the EOS token; None: there is none.
+        load_full: loads the transformers tokenizer, which has all other methods, with this chat
+            template.
+        roles: the names of special tokens by their roles, such as eos_token.
 
     Attributes:
-        chat_template: the chat template of the checkpoint, unchanged.
+        chat_template: the chat template, or a dict of name -> template; None: there is none.
     """
 
     chat_template: Any = None
 
-    def __init__(self, raw: RawTokenizer, load_full: LoadFull, eos_token: str | None) -> None:
-        self.load_full, self.eos_token = load_full, eos_token
+    def __init__(self, raw: RawTokenizer, load_full: LoadFull, roles: Mapping[str, str]) -> None:
+        self.load_full, self.eos_token = load_full, roles.get("eos_token")
         self.added_tokens_decoder: Mapping[int, AddedToken] = raw.get_added_tokens_decoder()
         self.all_special_ids: Sequence[int] = ()  # Why empty: all are in added_tokens_decoder.
-        self.backend_tokenizer = raw
+        self.special_tokens_map, self.backend_tokenizer = roles, raw
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids of `text`."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +12,8 @@ import pytest
 from nanoengine.assets import demo_model_path
 from nanoengine.errors import ConfigError, RequestError
 from nanoengine.settings.config import EngineConfig
-from nanoengine.text.chats import Chats, parse_messages
+from nanoengine.text.chats import Chats, parse_messages, user_marker
+from nanoengine.text.load_tokenizer import find_chat_template
 from nanoengine.text.tokenizer import Tokenizer
 from tests.support.text_fixtures import byte_level
 
@@ -24,6 +27,11 @@ ASSISTANT = {"role": "assistant", "content": "Fine."}
 SYSTEM = {"role": "system", "content": "Be brief."}
 SECOND_SYSTEM = {"role": "system", "content": "Be polite."}
 TOOL = {"role": "tool", "name": "add", "tool_call_id": "abcdefgh1", "content": "The sum is 3."}
+MARKERS = {
+    "CHATML": "<|im_start|>", "DEEPSEEK": "<|User|>", "GEMMA": "<start_of_turn>",
+    "GPT_OSS": "<|message|>", "GRANITE": "<|user|>", "HERMES": "<|im_start|>",
+    "LLAMA_3": "<|end_header_id|>", "MISTRAL": "[INST]", "PHI_3": "<|user|>", "ZEPHYR": "<|user|>",
+}  # fmt: skip
 WITHOUT_SYSTEM = {"GEMMA", "GRANITE"}
 WITHOUT_TOOLS = {"CHATML", "GEMMA", "PHI_3", "ZEPHYR", "GRANITE"}
 
@@ -197,11 +205,19 @@ def test_the_content_format_is_detected_once_per_shape(
     assert text.endswith("To be")
 
 
+@pytest.mark.parametrize("name", MARKERS)
+def test_the_marker_of_a_users_message_is_the_last_one_before_it(name: str) -> None:
+    tokenizer = byte_level()
+    render = functools.partial(tokenizer.render_chat, chat_template=TEMPLATES[name])
+    assert user_marker(SimpleNamespace(render_chat=render)) == MARKERS[name]  # type: ignore[arg-type]
+
+
 def test_a_template_in_the_settings_replaces_the_models(tmp_path: Path) -> None:
     file = tmp_path / "own.jinja"
     file.write_text("{{ messages[0].content }}?!", encoding="utf-8")
     for chat_template in (str(file), "{{ messages[0].content }}?!"):
         config = EngineConfig(model=str(demo_model_path()), chat_template=chat_template)
+        assert find_chat_template(config) == "{{ messages[0].content }}?!"
         assert Tokenizer.of(config).render_chat([USER]) == "How are you??!"
     with pytest.raises(ConfigError, match=r"chat_template must be .* got 'missing\.jinja'"):
         EngineConfig(model="m", chat_template="missing.jinja")

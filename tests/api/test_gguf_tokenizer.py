@@ -22,7 +22,9 @@ from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKEN
 
 from nanoengine import SamplingParams
 from nanoengine.errors import ConfigError, RequestError
+from nanoengine.settings.config import EngineConfig
 from nanoengine.text.gguf_tokenizer import NO_ID, PRE_TOKENIZERS, make_tokenizer
+from nanoengine.text.load_tokenizer import find_chat_template
 from nanoengine.text.stream import TextStream
 from nanoengine.text.tokenizer import Tokenizer
 from tests.support.text_fixtures import CHAT_TEMPLATE, byte_fallback, byte_level
@@ -398,7 +400,10 @@ def test_chat_templates_of_the_file_are_rendered(tmp_path: Path) -> None:
     key = "tokenizer.chat_template"
     keys = byte_keys(bos_token_id=0) | {key: "{{ bos_token }}" + CHAT_TEMPLATE}
     keys |= {f"{key}.tool_use": "{{ tools[0]['name'] }}", f"{key}s": ["tool_use"]}
-    tokenizer = Tokenizer.load(str(write(tmp_path / "m.gguf", keys)))
+    path = str(write(tmp_path / "m.gguf", keys))
+    tokenizer = Tokenizer.load(path)
+    for other in (None, path, str(tmp_path)):
+        assert find_chat_template(EngineConfig(model=path, tokenizer=other)) == keys[key]
     talk = "<s><|user|>go home</s><|assistant|>it is late</s>"
     assert tokenizer.render_chat(TALK, add_generation_prompt=False) == talk
     assert tokenizer.render_chat(TALK, tools=[{"name": "clock"}]) == "clock"

@@ -82,6 +82,7 @@ def test_properties_of_tokens_equal_transformers(pairs, kind) -> None:  # type: 
     plain, full = pairs[kind]
     for name in ("special_ids", "byte_ids", "anchor", "eos_token"):
         assert getattr(plain, name) == getattr(full, name), name
+    assert plain.added_tokens.keys() == full.added_tokens.keys()
     assert plain.special_ids
     words = ["dog", "naïve €"]
     assert bad_word_ids(plain, words) == bad_word_ids(full, words)
@@ -99,12 +100,15 @@ def test_transformers_uses_the_class_that_the_checkpoint_names(
     assert find_file(tmp_path) is not None
 
 
-def test_chats_are_rendered_by_transformers(tmp_path: Path) -> None:
-    (save(tmp_path) / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
+def test_chats_are_rendered_as_by_transformers(tmp_path: Path) -> None:
+    template = "{{ bos_token }}{{ unk_token }}" + CHAT_TEMPLATE
+    (save(tmp_path) / "chat_template.jinja").write_text(template, encoding="utf-8")
     tokenizer = Tokenizer.load(str(tmp_path))
     expected = AutoTokenizer.from_pretrained(tmp_path).apply_chat_template(TALK, tokenize=False)
     assert tokenizer.render_chat(TALK, add_generation_prompt=False) == expected
     assert tokenizer.backend is tokenizer.backend
+    tokenizer.backend.chat_template = "own"
+    assert tokenizer.render_chat(TALK) == tokenizer.chat_template == "own"
 
 
 CONFIG, SAVED = "tokenizer_config.json", "tokenizer.json"
@@ -115,6 +119,10 @@ INCOMPLETE: dict[str, Callable[[Path], object]] = {
     "a token that is not special": lambda path: change(path, CONFIG, pad_token="<tool>"),
     "a token with properties": lambda path: change(path, CONFIG, eos_token={"content": "</s>"}),
     "named extra tokens": lambda path: change(path, CONFIG, extra_special_tokens={"tool": "<s>"}),
+    "several chat templates": lambda path: change(
+        path, CONFIG, chat_template=[{"name": "default", "template": "x"}]
+    ),
+    "more chat templates": lambda path: (path / "additional_chat_templates").mkdir(),
     "custom code": lambda path: change(path, CONFIG, auto_map={"AutoTokenizer": "x.Y"}),
     "another model": lambda path: change(path, "config.json", model_type="qwen2"),
     "no model": lambda path: (path / "config.json").unlink(),
@@ -162,7 +170,9 @@ def test_generating_does_not_import_transformers() -> None:
         "import sys; from nanoengine import LLM, SamplingParams;"
         "from nanoengine.assets import demo_model_path as model;"
         "llm = LLM(model(), device='cpu', attention_backend='naive', num_kv_blocks=64);"
-        "llm.generate('Once', SamplingParams(max_tokens=1), use_tqdm=False);"
+        "params = SamplingParams(max_tokens=1);"
+        "llm.generate('Once', params, use_tqdm=False);"
+        "llm.chat([{'role': 'user', 'content': 'Hi'}], params, use_tqdm=False);"
         "print(sorted({'transformers', 'triton', 'scipy', 'sympy', 'pandas', 'torch._dynamo'}"
         " & set(sys.modules)))"
     )

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from nanoengine import LLM, SamplingParams
-from nanoengine.cli.chat import Chat
+from nanoengine.cli.chat import HELP, Chat
 from tests.support.text_fixtures import text_checkpoint
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
@@ -54,9 +54,12 @@ def test_later_turns_hit_the_prefix_cache(llm: LLM, talk: Callable[..., Chat], c
 
 
 def test_chat_commands_change_the_conversation(talk: Callable[..., Chat], capsys: Any) -> None:
-    chat = talk("hi", "/sytem x", "/system be short", "go", "/reset", "/quit", "never read")
+    chat = talk(
+        "/help", "hi", "/sytem x", "/system be short", "go", "/reset", "/quit", "never read"
+    )
     shown = capsys.readouterr().out
-    assert "unknown command '/sytem'; did you mean '/system'?" in shown
+    assert shown.startswith(HELP + "\n")
+    assert f"unknown command '/sytem'; the commands are:\n{HELP}\n" in shown
     assert chat.messages == [{"role": "system", "content": "be short"}]
 
 

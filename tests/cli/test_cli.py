@@ -78,7 +78,7 @@ REFUSED = {
     "generte": "unknown command 'generte'; known: batch, generate, chat, bench, viz",
     "generate m --output x": "--output needs --file",
     "generate m --prompt a --file b": "--file and --output can't be used with --prompt",
-    "generate m --prompt a --system b": "--system needs --chat",
+    "generate demo --raw --prompt a --system b": "--system needs a chat template",
     "generate m --prompt a --top-p 2": "top_p must be in (0, 1], got",
     "generate m --prompt a --n 2 --temperature 0": "n must be 1",
     "generate demo --file x.xml": "input 'x.xml' does not exist",
@@ -195,7 +195,7 @@ def test_sampling_parameters_are_reported_with_their_sources(
     options = ["--temperature", "1.5", "--top-k", "9", "--presence-penalty", "1"]
     assert first_line("generate", str(path), "--prompt", "the", *options, *few) == f"{mixed}\n"
     monkeypatch.setattr("sys.stdin", io.StringIO("/quit\n"))
-    assert first_line("chat", str(path), *few) == f"sampling: {defaults}\n"
+    assert first_line("chat", str(path), *few) == f"loading {path} ...\n"
     batch = first_line("batch", str(path), str(rows), "--output", str(output), *options, *few)
     assert f"{mixed}; fields of a row take precedence\n" in batch
     job = json.loads((tmp_path / "out.jsonl.job.json").read_text())
@@ -208,33 +208,33 @@ def test_sampling_parameters_are_reported_with_their_sources(
     assert "stop tokens: 2 '<|user|>' (config.json), 1 '</s>' (the tokenizer" in shown
 
 
-@pytest.fixture
-def terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nanoengine.cli.generate.is_terminal", lambda: True)
-
-
-@pytest.mark.usefixtures("terminal")
-def test_generate_streams_one_prompt(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["generate", str(model), "--prompt", "the dog", *GREEDY]) == 0
+def test_generate_streams_one_prompt(
+    model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    assert cli.main(["generate", str(model), "--raw", "--prompt", "the dog", *GREEDY]) == 0
     assert capsys.readouterr().out == expected(model, "the dog")[0] + "\n"
 
 
-@pytest.mark.usefixtures("terminal")
 def test_generate_shows_several_prompts_in_order(
-    model: Path, capsys: pytest.CaptureFixture[str]
+    model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     prompts = ["--prompt", "the dog", "--prompt", "User:", "--prompt", ""]
-    assert cli.main(["generate", str(model), *prompts, *GREEDY]) == 1
-    texts = expected(model, "the dog", "User:")
-    shown = capsys.readouterr().out.splitlines()
-    assert shown[:4] == ["[0] 'the dog'", f"    {texts[0]!r}", "[1] 'User:'", f"    {texts[1]!r}"]
-    assert "error: the prompt is empty" in shown[5]
+    command = ["generate", str(model), *prompts, *GREEDY]
+    assert cli.main(command) == 1
+    talks = [{"messages": [{"role": "user", "content": text}]} for text in ("the dog", "User:")]
+    texts = expected(model, *talks)
+    shown = capsys.readouterr().out.replace("\r\x1b[K", "")
+    assert shown.startswith(f"[0] the dog\n{texts[0]}\n\n[1] User:\n{texts[1]}\n\n[2] \nerror: ")
+    assert cli.main([*command, "--json"]) == 1
+    assert [json.loads(line)["_row"] for line in capsys.readouterr().out.splitlines()] == [0, 1, 2]
 
 
 def test_generate_writes_json_lines_without_a_terminal(
     model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    prompts = ["--prompt", "the dog", "--prompt", "", "--prompt", "User:"]
+    prompts = ["--raw", "--prompt", "the dog", "--prompt", "", "--prompt", "User:"]
     assert cli.main(["generate", str(model), *prompts, *GREEDY]) == 1
     records = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [record["prompt"] for record in records] == ["the dog", "", "User:"]
@@ -280,7 +280,8 @@ def test_generate_runs_a_file_into_records_and_keeps_bad_rows(
     rows = ["the dog", {"prompt": ""}, talk, {"prompt_token_ids": [5, 6]}]
     source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text("\n\n".join(map(json.dumps, rows)), encoding="utf-8")
-    command = ["generate", str(model), "--file", str(source), "--output", str(output), *GREEDY]
+    files = ["--file", str(source), "--output", str(output)]
+    command = ["generate", str(model), "--raw", *files, *GREEDY]
     assert cli.main(command) == 1
     records = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
     assert [record["_row"] for record in records] == [0, 1, 2, 3]
@@ -301,17 +302,22 @@ def test_generate_applies_a_system_message_to_prompts_from_stdin(
 ) -> None:
     source = tmp_path / "in.txt"
     source.write_text("go home\n\nthe dog\n", encoding="utf-8")
-    args = ["--chat", "--system", "be kind", *GREEDY]
+    args = ["--system", "be kind", *GREEDY]
     with source.open() as stdin:
         monkeypatch.setattr("sys.stdin", stdin)
         assert cli.main(["generate", str(model), *args]) == 0
-    records = [json.loads(line) for line in capfd.readouterr().out.splitlines()]
+        records = [json.loads(line) for line in capfd.readouterr().out.splitlines()]
+        stdin.seek(0)
+        monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+        assert cli.main(["generate", str(model), *args]) == 0
     system = {"role": "system", "content": "be kind"}
     talks = [[system, {"role": "user", "content": text}] for text in ("go home", "the dog")]
     texts = {record["prompt"]: record["outputs"][0]["text"] for record in records}
     assert [texts["go home"], texts["the dog"]] == expected(
         model, *({"messages": talk} for talk in talks)
     )
+    shown = capfd.readouterr().out
+    assert all(f"] {prompt}\n{text}\n" in shown for prompt, text in texts.items())
 
 
 def test_info_answers_first_questions_and_all_of_them(

@@ -116,9 +116,9 @@ def test_an_unknown_option_suggests_one_that_help_does_not_show(
 
 
 def test_options_of_all_groups_reach_the_command_and_are_checked() -> None:
-    argv = ["m", "a", "b", "--output", "o", "--chat", "--dtype", "float32", "--kv-cache-gib", "2"]
+    argv = ["m", "a", "b", "--output", "o", "--raw", "--dtype", "float32", "--kv-cache-gib", "2"]
     args = cli.parse(BatchArgs, "x", [*argv, "--max-num-seqs", "3", "--top-k", "4"])
-    assert (args.model, args.inputs, args.output, args.chat) == ("m", ("a", "b"), "o", True)
+    assert (args.model, args.inputs, args.output, args.raw) == ("m", ("a", "b"), "o", True)
     assert (args.dtype, args.kv_cache_gib, args.max_num_seqs) == ("float32", 2.0, 3)
     assert args.sampling.top_k == 4  # type: ignore[attr-defined]
     with pytest.raises(ConfigError, match="kv_cache_gib must be greater than 0"):

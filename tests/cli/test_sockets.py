@@ -94,8 +94,8 @@ def commands_on(model: Path, folder: Path) -> list[tuple[list[str], str]]:
     texts.write_text("the dog\nthe house\n")
     name, limits = str(model), ["--max-tokens", "2", "--kv-cache-gib", "0.02"]
     return [
-        (["generate", name, "--prompt", "the", *limits, "--trace", trace], ""),
-        (["generate", name, "--chat", "--prompt", "the", *limits], ""),
+        (["generate", name, "--raw", "--prompt", "the", *limits, "--trace", trace], ""),
+        (["generate", name, "--prompt", "the", *limits], ""),
         (["chat", name, *limits], "the house\n/quit\n"),
         (["batch", name, str(rows), "--output", str(folder / "a.jsonl"), *limits], ""),
         (["batch", name, str(rows), "--output", str(folder / "b.jsonl"), "--dry-run"], ""),
@@ -111,7 +111,7 @@ def test_no_command_opens_a_socket_for_local_files(
 ) -> None:
     file, directory = models
     commands = commands_on(file, tmp_path / "file")
-    needs_tokenizer = {"--chat", "--dry-run", "embed"}
+    needs_tokenizer = {"generate", "--dry-run", "embed"}
     more = commands_on(directory, tmp_path / "directory")
     commands += [command for command in more if needs_tokenizer & {*command[0]}]
     commands += [

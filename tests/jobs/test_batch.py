@@ -34,6 +34,7 @@ from nanoengine.text import rendering
 from nanoengine.text.prompt_forms import PAUSE
 from tests.support.batch_jobs import Batch, chat, completion, row_of
 from tests.support.fake_llm import ANSWERS
+from tests.support.text_fixtures import CHAT_TEMPLATE
 
 GREEDY = ("--temperature", "0")
 
@@ -95,7 +96,7 @@ def test_openais_example_and_conversations_of_two_turns_run_unchanged(batch: Bat
 
 def test_the_answer_of_a_turn_is_part_of_the_next(batch: Batch, seen: list[Any]) -> None:
     source = batch.write([{"turns": ["hi", "and then"], "temperature": 0}])
-    assert batch.run(source, "--chat", "--system", "be kind") == 0
+    assert batch.run(source, "--chat-template", CHAT_TEMPLATE, "--system", "be kind") == 0
     assert [m["role"] for m in seen[1].prompt["messages"]] == [
         "system", "user", "assistant", "user"
     ]  # fmt: skip

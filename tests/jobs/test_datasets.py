@@ -66,7 +66,7 @@ def test_a_list_returns_a_list_and_a_generator_returns_an_iterator(llm: LLM) -> 
     (one, ids, raw) = llm.generate_dataset(["one", [5, 6], b"one"], sampling_params=GREEDY)
     assert one["outputs"][0]["text"] == ANSWERS["one"]
     assert ids["prompt_token_ids"] == [5, 6]
-    assert "must be a string, a list of token ids or a dict, got b" in raw["error"]["message"]
+    assert raw["error"]["message"] == "prompt must be a string or None, got b'one'"
 
 
 def test_a_lazy_source_is_pulled_lazily(llm: LLM) -> None:

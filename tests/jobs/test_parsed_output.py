@@ -190,7 +190,8 @@ def test_forced_tool_calls_match_their_schemas(tmp_path, capsys) -> None:
 
 
 def test_prompts_of_the_command_line_are_parsed_too(jobs: Batch, capsys: Any) -> None:
-    command = ["generate", str(jobs.directory / "model"), "--chat", "--prompt", "both"]
+    command = ["generate", str(jobs.directory / "model"), "--prompt", "both"]
+    command += ["--chat-template", CHAT_TEMPLATE]
     assert main([*command, "--reasoning-parser", "qwen3", "--tool-call-parser", "hermes"]) == 0
     (output,) = json.loads(capsys.readouterr().out)["outputs"]
     assert output["reasoning_content"] == "Hm."

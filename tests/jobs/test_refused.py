@@ -84,7 +84,7 @@ REFUSED = {
     "in.jsonl --temperature -1": "temperature must be at least 0, got -1",
     "in.jsonl --template {{": "--template is not valid Jinja",
     "in.jsonl --template a --prompt-column b": "both make the prompt",
-    "in.jsonl --system b": "--system needs --chat",
+    "in.jsonl --system b": "--system needs a chat template",
     "in.jsonl --max-errors -1": "--max-errors must be at least 0, got -1",
     "in.jsonl --max-row-mib 0": "greater than 0 and at most 1,024, got 0.0",
     "in.jsonl --max-row-mib nan": "greater than 0 and at most 1,024, got nan",

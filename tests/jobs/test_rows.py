@@ -16,6 +16,7 @@ from nanoengine.jobs.rows import RowOptions, RowReader, Task
 from nanoengine.jobs.source import Input, Line
 from nanoengine.settings.params import SamplingParams
 from tests.support.batch_jobs import Batch, chat, completion
+from tests.support.text_fixtures import CHAT_TEMPLATE
 
 FILE = Input(name="in.jsonl", form="jsonl")
 
@@ -182,14 +183,62 @@ def test_data_columns_named_like_options_cause_one_warning(batch: Batch) -> None
     assert batch.stderr.count("columns n, stop set no option") == 1
 
 
-def test_prompts_without_the_chat_template_cause_one_warning(batch: Batch) -> None:
-    """Regression: answers were empty or never ended, and no message named --chat."""
-    warning = "without the model's chat template"
-    source = batch.write(["one", "dog", "one"])
-    assert batch.run(source) == 0
-    assert batch.stderr.count(warning) == 1
-    chats = batch.write([chat("a"), completion("b")], "chats.jsonl")
-    rendered = batch.write(["<|assistant|>one", {"prompt_token_ids": [5]}], "rendered.jsonl")
-    for args in ((source, "--chat"), (chats,), (rendered,)):
-        assert batch.run(*args, output=batch.directory / f"{len(args)}{args[0].name}") == 0
-        assert warning not in batch.stderr
+NOTE = "prompts are sent as chat messages; --raw sends them as they are\n"
+ONE = {"messages": [{"role": "user", "content": "one"}]}
+SENT: dict[str, tuple[bytes, Any, bool]] = {
+    "a.jsonl": (b'"one"\n{"prompt": "one"}', ONE, True),
+    "salted.jsonl": (b'{"prompt": "one", "cache_salt": "s"}', {"cache_salt": "s", **ONE}, True),
+    "a.txt": (b"one\none", ONE, True),
+    "a.csv": (b"prompt\none\none", ONE, True),
+    "b.csv --prompt-column text": (b"text\none", ONE, True),
+    "b.csv --template {{text}}": (b"text\none", ONE, True),
+    "tags.txt": (b"<s>", {"messages": [{"role": "user", "content": "<s>"}]}, True),
+    "system.jsonl --system a": (
+        b'"one"\n{"turns": ["one"]}',
+        {"messages": [{"role": "system", "content": "a"}, *ONE["messages"]]}, True,
+    ),
+    "rendered.txt": (b"<|user|>one\n" * 2, {"prompt": "<|user|>one"}, True),
+    "messages.jsonl": (json.dumps(ONE).encode(), ONE, False),
+    "chats.jsonl": (json.dumps(chat("a")).encode(), ONE, False),
+    "texts.jsonl": (json.dumps(completion("a")).encode(), {"prompt": "one"}, False),
+    "ids.jsonl": (b"[5]", {"prompt_token_ids": [5]}, False),
+    "a.jsonl --raw": (b'"one"', {"prompt": "one"}, False),
+}  # fmt: skip
+
+
+@pytest.fixture
+def chat_jobs(batch: Batch) -> Batch:
+    """Jobs on a model with a chat template."""
+    template = batch.directory / "model" / "chat_template.jinja"
+    template.write_text(CHAT_TEMPLATE, encoding="utf-8")
+    return batch
+
+
+@pytest.mark.parametrize("args", SENT)
+def test_prompts_are_sent_as_chat_messages(chat_jobs: Batch, seen: list[Any], args: str) -> None:
+    """Regression: answers of chat models to plain prompts were empty or never ended."""
+    content, sent, is_noted = SENT[args]
+    name, *options = args.split()
+    assert chat_jobs.run(chat_jobs.write(content, name), *options) == 0, chat_jobs.stderr
+    assert seen
+    assert [row.prompt for row in seen] == [sent] * len(seen)
+    assert chat_jobs.stderr.count(NOTE) == is_noted
+    warning = "prompts with the chat template's <|user|> are sent as with --raw, without --system"
+    assert chat_jobs.stderr.count(warning) == (name == "rendered.txt")
+
+
+def test_a_resumed_job_sends_prompts_in_the_same_form(chat_jobs: Batch) -> None:
+    source = chat_jobs.write(["one", "dog"])
+    assert chat_jobs.run(source, "--raw") == 0
+    assert chat_jobs.run(source) == 2
+    difference = "rows.chat: it was false, it is true (whether prompts are sent as chat messages"
+    assert difference in chat_jobs.stderr
+    assert chat_jobs.run(source, "--raw") == 0
+
+
+def test_prompts_of_a_model_without_a_template_are_sent_as_they_are(
+    batch: Batch, seen: list[Any]
+) -> None:
+    assert batch.run(batch.write(["one"])) == 0
+    assert [row.prompt for row in seen] == [{"prompt": "one"}]
+    assert NOTE not in batch.stderr

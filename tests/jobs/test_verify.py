@@ -100,6 +100,7 @@ def test_a_dry_run_reports_the_errors_of_a_run_and_writes_nothing(
     assert len(errors) == len(BAD) + 1
     num_tokens = sum(record["usage"]["prompt_tokens"] for record in records if record["usage"])
     assert f"9 rows, 7 would fail; {num_tokens} prompt tokens" in captured.err
+    assert captured.err.count("prompts are sent as chat messages") == 1
     assert "at most 274 output tokens" in captured.err
 
 
