@@ -5,14 +5,17 @@ It is an `Observer` of the engine, and writes to stderr.
 
 from __future__ import annotations
 
+import json
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from nanoengine.core.engine_stats import EngineStats
 from nanoengine.core.plan import StepPlan
 from nanoengine.jobs.job import Job
+from nanoengine.jobs.manifest import START_OVER_HINT
+from nanoengine.jobs.record_log import as_output_lost
 from nanoengine.jobs.work import Counts
 
 BLOCK_WAITS = {"blocks", "policy"}
@@ -51,46 +54,28 @@ class Progress:
         """Rows, speed, time left, and the engine's state."""
         job, counts, stats = self._job, self._counts, self._stats()
         num_tokens = stats.output_tokens - self._tokens_before
-        speed = num_tokens / max(time.perf_counter() - self._started, 1e-9)
+        elapsed_s = time.perf_counter() - self._started
+        speed = num_tokens / max(elapsed_s, 1e-9)
         total = "" if job.num_rows is None else f"/{job.num_rows:,}"
         parts = [f"{job.num_done + counts.answered + counts.failed:,}{total} rows"]
         parts += [f"{counts.failed:,} failed"] if counts.failed else []
         parts += [f"{job.num_done:,} resumed"] if job.num_done else []
         parts.append(f"{speed:,.0f} output tok/s")
-        left_s = self._left_s(num_tokens - counts.output_tokens, speed)
-        parts += [f"{_clock_time(left_s)} left"] if left_s is not None else []
+        if job.num_rows is not None:
+            num_left = job.num_rows - job.num_done - counts.answered - counts.failed
+            left_s = time_left_s(elapsed_s, counts.answered, stats.num_running, num_left)
+            parts += [f"{_clock_time(left_s)} left"] if left_s is not None else []
         parts.append(f"{stats.num_running} running, {stats.num_waiting} waiting")
         used = stats.active_blocks
         parts.append(f"KV {used / (used + stats.empty_blocks + stats.cached_blocks):.0%}")
         parts.append(f"hits {stats.cache_hit_rate:.0%}")
         return ", ".join(parts)
 
-    def advice(self) -> Iterator[str]:
-        """Lines that say why rows failed, and which options could help."""
-        counts = self._counts
-        for code, (count, first) in sorted(counts.reasons.items(), key=lambda item: -item[1][0]):
-            yield f"{count:,} rows failed with {code}, the first at {first}"
-        if counts.cut:
-            yield f"{counts.cut:,} answers were cut at max_tokens: --max-tokens allows more"
-        if counts.empty:
-            hint = "" if self._job.options.chat else "; a chat model may need --chat"
-            yield f"{counts.empty:,} answers are empty: the model stopped at once{hint}"
+    def block_waits(self) -> Iterator[str]:
+        """A line for the summary if rows waited for blocks."""
         if self._num_block_waits:
             share = f"{self._num_block_waits:,} of {self._num_steps:,} steps"
             yield f"rows waited for blocks of the KV cache in {share}: {MORE_BLOCKS_HINT}"
-
-    def _left_s(self, num_running_tokens: int, speed: float) -> float | None:
-        """Time left [s], if remaining rows have as many output tokens as finished ones on average.
-
-        Args:
-            num_running_tokens: output tokens of running rows so far.
-        """
-        job, counts = self._job, self._counts
-        if job.num_rows is None or not counts.answered or not speed:
-            return None
-        left = job.num_rows - job.num_done - counts.answered - counts.failed
-        tokens = left * counts.output_tokens / counts.answered - num_running_tokens
-        return max(tokens, 0.0) / speed
 
     def _show(self, line: str) -> None:
         if self._is_live:
@@ -105,16 +90,44 @@ class Progress:
             print("\r" + " " * self._width, end="\r", file=sys.stderr, flush=True)
 
 
+def time_left_s(elapsed_s: float, answered: int, running: int, left: int) -> float | None:
+    """Estimated time until all rows are done [s]; None before the first answer, and at the end.
+
+    A running row counts as half done. Why not by the tokens of answered rows: short answers end
+    first, so their average is too low until most rows are done.
+
+    Args:
+        left: rows that are not done, including the running ones.
+    """
+    if not answered or not left:
+        return None
+    halves = min(running, left) / 2
+    return max(elapsed_s * (left - halves) / (answered + halves), 1.0)
+
+
 def _clock_time(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-def summary(job: Job, counts: Counts, elapsed_s: float, ended: str) -> dict[str, Any]:
-    """The results of a job; `--summary-json` writes them."""
+def report(
+    job: Job,
+    counts: Counts,
+    ended: str,
+    loading_s: float,
+    elapsed_s: float = 0.0,
+    notes: Iterable[str] = (),
+) -> None:
+    """Prints how a job ended; writes all numbers to `--summary-json`.
+
+    Args:
+        loading_s: time until the rows started [s].
+        elapsed_s: time since then [s].
+        notes: further lines to print.
+    """
     prompt = counts.prompt_tokens
-    return {
+    facts = {
         "ended": ended,
         "rows": job.num_rows,
         "resumed": job.num_done,
@@ -126,17 +139,38 @@ def summary(job: Job, counts: Counts, elapsed_s: float, ended: str) -> dict[str,
         "output_tokens": counts.output_tokens,
         "empty_answers": counts.empty,
         "cut_answers": counts.cut,
+        "loading_s": round(loading_s, 3),
         "elapsed_s": round(elapsed_s, 3),
         "output_tokens_per_s": round(counts.output_tokens / max(elapsed_s, 1e-9), 1),
         "cache_hit_rate": round(counts.cached_tokens / prompt, 4) if prompt else 0.0,
     }
+    print(*_summary(job, counts, facts), *notes, sep="\n", file=sys.stderr)
+    path = job.options.summary_json
+    if path is not None:
+        with as_output_lost(path):
+            path.write_text(json.dumps(facts) + "\n", encoding="utf-8")
 
 
-def format_summary(summary: dict[str, Any]) -> str:
-    """The summary as readable text."""
-    lines = []
-    for name, value in summary.items():
-        if value is not None:
-            text = value if isinstance(value, str) else f"{value:,}"
-            lines.append(f"  {name.replace('_', ' '):<20} {text:>14}")
-    return "\n".join(lines)
+def _summary(job: Job, counts: Counts, facts: dict[str, Any]) -> Iterator[str]:
+    """The lines of the summary that a user reads."""
+    num_done = job.num_done + counts.answered + counts.failed
+    if job.num_done and job.num_done == job.num_rows:
+        failed = f" ({job.num_failed:,} failed)" if job.num_failed else ""
+        yield f"complete: earlier runs finished all {job.num_rows:,} rows{failed}, see {job.places}"
+        yield f"to run them again, {START_OVER_HINT}"
+        return
+    total = "" if job.num_rows is None else f" of {job.num_rows:,}"
+    yield f"{facts['ended']}: {num_done:,}{total} rows are in {job.places}"
+    if job.num_done:
+        yield f"{job.num_done:,} rows ran in earlier runs, {job.num_failed:,} of them failed"
+    yield f"{counts.answered:,} rows were answered"
+    if counts.cut:
+        yield f"{counts.cut:,} answers were cut at max_tokens: --max-tokens allows more"
+    if counts.empty:
+        hint = "" if job.options.chat else "; a chat model may need --chat"
+        yield f"{counts.empty:,} answers are empty: the model stopped at once{hint}"
+    for code, (count, first) in sorted(counts.reasons.items(), key=lambda item: -item[1][0]):
+        yield f"{count:,} rows failed with {code}, the first at {first}"
+    speed = f"{facts['output_tokens_per_s']:,} per second in {facts['elapsed_s']:,.1f} s"
+    total_s = facts["elapsed_s"] + facts["loading_s"]
+    yield f"{counts.output_tokens:,} output tokens, {speed}; {total_s:,.1f} s with loading"
