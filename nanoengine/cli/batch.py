@@ -161,9 +161,7 @@ def _engines(args: BatchArgs, options: dict[str, Any]) -> LLM | Replicas:
     return engines
 
 
-def run(
-    job: Job, llm: LLM | Replicas, args: BatchArgs, signals: Signals, loading_s: float
-) -> int:
+def run(job: Job, llm: LLM | Replicas, args: BatchArgs, signals: Signals, loading_s: float) -> int:
     """Runs the remaining rows; returns the exit code."""
     sampling = sampling_line(llm.config, llm.info, job.options.sampling)
     print(f"sampling: {sampling}; fields of a row take precedence", file=sys.stderr)
@@ -203,8 +201,7 @@ def run(
         signals.work = None
         display.close()
         observers.remove(display)
-    notes = progress.block_waits()
-    report(job, work.counts, ended, loading_s, time.perf_counter() - started, notes)
+    report(job, work.counts, ended, loading_s, time.perf_counter() - started)
     if code >= TOO_MANY_ERRORS:
         print("the same command resumes the job", file=sys.stderr)
     return code

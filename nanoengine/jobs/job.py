@@ -362,9 +362,9 @@ class Job:
     @property
     def places(self) -> str:
         """The names of the files that have the records, for messages."""
-        if not isinstance(self.log, RecordLog):
-            return "stdout" if self.options.output == STDOUT else self.options.output
-        name = self.options.output if self.is_complete else str(self.log.path)
+        name = "stdout" if self.options.output == STDOUT else self.options.output
+        if isinstance(self.log, RecordLog) and not self.is_complete:
+            name = str(self.log.path)
         return name if self.options.errors is None else f"{name} and {self.options.errors}"
 
     def close(self) -> None:

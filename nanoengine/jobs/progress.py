@@ -8,7 +8,8 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from typing import Any
 
 from nanoengine.core.engine_stats import EngineStats
@@ -20,7 +21,6 @@ from nanoengine.jobs.work import Counts
 
 BLOCK_WAITS = {"blocks", "policy"}
 """Reasons in `StepPlan.waits`: too few free blocks, or the admission policy predicts too few."""
-MORE_BLOCKS_HINT = "enlarge it with --kv-cache-gib or --memory-fraction"
 LIVE_INTERVAL_S, LOG_INTERVAL_S = 0.25, 30.0
 
 
@@ -37,14 +37,14 @@ class Progress:
         self._is_live = sys.stderr.isatty()
         self._tokens_before = stats().output_tokens
         self._started = self._shown = time.perf_counter()
-        self._width = self._num_steps = self._num_block_waits = 0
+        self._width = 0
 
     def on_step(self, plan: StepPlan | None, result: object, scheduler: object) -> None:
         """Shows the state at intervals. For a step of a replica, `plan` is None."""
         if plan is not None:
-            self._num_steps += 1
+            self._counts.steps += 1
             waits = any(reason in BLOCK_WAITS for _, reason in plan.waits)
-            self._num_block_waits += waits or bool(plan.preempted)
+            self._counts.block_waits += waits or bool(plan.preempted)
         now = time.perf_counter()
         if now - self._shown >= (LIVE_INTERVAL_S if self._is_live else LOG_INTERVAL_S):
             self._shown = now
@@ -70,12 +70,6 @@ class Progress:
         parts.append(f"KV {used / (used + stats.empty_blocks + stats.cached_blocks):.0%}")
         parts.append(f"hits {stats.cache_hit_rate:.0%}")
         return ", ".join(parts)
-
-    def block_waits(self) -> Iterator[str]:
-        """A line for the summary if rows waited for blocks."""
-        if self._num_block_waits:
-            share = f"{self._num_block_waits:,} of {self._num_steps:,} steps"
-            yield f"rows waited for blocks of the KV cache in {share}: {MORE_BLOCKS_HINT}"
 
     def _show(self, line: str) -> None:
         if self._is_live:
@@ -111,40 +105,25 @@ def _clock_time(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-def report(
-    job: Job,
-    counts: Counts,
-    ended: str,
-    loading_s: float,
-    elapsed_s: float = 0.0,
-    notes: Iterable[str] = (),
-) -> None:
+def report(job: Job, counts: Counts, ended: str, loading_s: float, run_s: float = 0.0) -> None:
     """Prints how a job ended; writes all numbers to `--summary-json`.
 
     Args:
-        loading_s: time until the rows started [s].
-        elapsed_s: time since then [s].
-        notes: further lines to print.
+        loading_s: time until rows started [s].
+        run_s: time since then [s].
     """
-    prompt = counts.prompt_tokens
     facts = {
         "ended": ended,
         "rows": job.num_rows,
         "resumed": job.num_done,
-        "answered": counts.answered,
-        "failed": counts.failed,
         "failed_before": job.num_failed,
-        "prompt_tokens": prompt,
-        "cached_tokens": counts.cached_tokens,
-        "output_tokens": counts.output_tokens,
-        "empty_answers": counts.empty,
-        "cut_answers": counts.cut,
+        **asdict(counts),
         "loading_s": round(loading_s, 3),
-        "elapsed_s": round(elapsed_s, 3),
-        "output_tokens_per_s": round(counts.output_tokens / max(elapsed_s, 1e-9), 1),
-        "cache_hit_rate": round(counts.cached_tokens / prompt, 4) if prompt else 0.0,
+        "elapsed_s": round(run_s, 3),
+        "output_tokens_per_s": round(counts.output_tokens / max(run_s, 1e-9), 1),
+        "cache_hit_rate": round(counts.cached_tokens / max(counts.prompt_tokens, 1), 4),
     }
-    print(*_summary(job, counts, facts), *notes, sep="\n", file=sys.stderr)
+    print(*_summary(job, counts, facts), sep="\n", file=sys.stderr)
     path = job.options.summary_json
     if path is not None:
         with as_output_lost(path):
@@ -155,8 +134,8 @@ def _summary(job: Job, counts: Counts, facts: dict[str, Any]) -> Iterator[str]:
     """The lines of the summary that a user reads."""
     num_done = job.num_done + counts.answered + counts.failed
     if job.num_done and job.num_done == job.num_rows:
-        failed = f" ({job.num_failed:,} failed)" if job.num_failed else ""
-        yield f"complete: earlier runs finished all {job.num_rows:,} rows{failed}, see {job.places}"
+        rows = f"all {job.num_rows:,} rows, {job.num_failed:,} of them failed"
+        yield f"complete: earlier runs finished {rows}; see {job.places}"
         yield f"to run them again, {START_OVER_HINT}"
         return
     total = "" if job.num_rows is None else f" of {job.num_rows:,}"
@@ -164,13 +143,17 @@ def _summary(job: Job, counts: Counts, facts: dict[str, Any]) -> Iterator[str]:
     if job.num_done:
         yield f"{job.num_done:,} rows ran in earlier runs, {job.num_failed:,} of them failed"
     yield f"{counts.answered:,} rows were answered"
-    if counts.cut:
-        yield f"{counts.cut:,} answers were cut at max_tokens: --max-tokens allows more"
-    if counts.empty:
+    if counts.cut_answers:
+        yield f"{counts.cut_answers:,} answers were cut at max_tokens: --max-tokens allows more"
+    if counts.empty_answers:
         hint = "" if job.options.chat else "; a chat model may need --chat"
-        yield f"{counts.empty:,} answers are empty: the model stopped at once{hint}"
+        yield f"{counts.empty_answers:,} answers are empty: the model stopped at once{hint}"
     for code, (count, first) in sorted(counts.reasons.items(), key=lambda item: -item[1][0]):
         yield f"{count:,} rows failed with {code}, the first at {first}"
     speed = f"{facts['output_tokens_per_s']:,} per second in {facts['elapsed_s']:,.1f} s"
     total_s = facts["elapsed_s"] + facts["loading_s"]
     yield f"{counts.output_tokens:,} output tokens, {speed}; {total_s:,.1f} s with loading"
+    if counts.block_waits:
+        share = f"in {counts.block_waits:,} of {counts.steps:,} steps"
+        hint = "enlarge it with --kv-cache-gib or --memory-fraction"
+        yield f"rows waited for blocks of the KV cache {share}: {hint}"

@@ -146,9 +146,8 @@ def _table(
             columns |= dict.fromkeys(row)
             found.update(name for answer in answers for name, value in answer.items() if value)
             count = max(count, len(answers))
-    hidden = "token_ids" if "text" in found else ""
-    found |= {"text"} if found else set()
-    fields = [name for name in ANSWER_COLUMNS if name in found and name != hidden]
+    found = found - {"token_ids"} if "text" in found else found and found | {"text"}
+    fields = [name for name in ANSWER_COLUMNS if name in found]
 
     def cells(record: dict[str, Any]) -> list[Any]:
         row, answers, error = _split(record)
