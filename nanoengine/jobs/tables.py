@@ -57,9 +57,7 @@ def write_parquet(log: RecordLog, offsets: array[int], path: Path) -> None:
             file.truncate()
 
 
-def _write(
-    arrow: Any, file: BinaryIO, types: dict[str, Any], batches: Iterator[list[list[Any]]]
-) -> str | None:
+def _write(arrow: Any, file: BinaryIO, types: dict[str, Any], batches: Any) -> str | None:
     """Writes the table. Returns the first column whose type can't hold a value; None if all can."""
     schema = arrow.schema(
         [(_name(name), arrow.string() if kind is None else kind) for name, kind in types.items()]
@@ -67,9 +65,11 @@ def _write(
     with arrow.parquet.ParquetWriter(file, schema) as writer:
         for rows in batches:
             columns = []
-            for (name, kind), values in zip(types.items(), zip(*rows, strict=True), strict=True):
+            for name, field, values in zip(types, schema, zip(*rows, strict=True), strict=True):
+                if types[name] is None:
+                    values = [None if v is None else json.dumps(v) for v in values]
                 try:
-                    columns.append(_column(arrow, values, kind))
+                    columns.append(arrow.array(values, field.type))
                 except CONVERSION_ERRORS:
                     return name
             writer.write_batch(arrow.record_batch(columns, schema=schema))
@@ -107,12 +107,6 @@ def _has_empty_struct(arrow: Any, kind: Any) -> bool:
     return any(_has_empty_struct(arrow, kind.field(i).type) for i in range(kind.num_fields))
 
 
-def _column(arrow: Any, values: Sequence[Any], kind: Any) -> Any:
-    if kind is None:
-        return arrow.array([None if v is None else json.dumps(v) for v in values], arrow.string())
-    return arrow.array(values, kind)
-
-
 def write_csv(
     log: RecordLog, offsets: array[int], path: Path, delimiter: str, encoding: str
 ) -> None:
@@ -133,9 +127,7 @@ def write_csv(
         text.detach()
 
 
-def _table(
-    log: RecordLog, offsets: array[int]
-) -> tuple[list[str], Callable[[], Iterator[list[list[Any]]]]]:
+def _table(log: RecordLog, offsets: array[int]) -> tuple[list[str], Callable[[], Any]]:
     """The names of the columns of a table of records, and a function that reads its rows in
     batches."""
     columns: dict[str, None] = {}
@@ -155,11 +147,9 @@ def _table(
         new = [answer.get(name) for answer in answers for name in fields]
         return [*map(row.get, columns), *new, error]
 
-    def table() -> Iterator[list[list[Any]]]:
-        return ([cells(record) for record in records] for records in _batches(log, offsets))
-
     new = [f"{name}_{i + 1}" if count > 1 else name for i in range(count) for name in fields]
-    return [*columns, *(_unused_name(name, columns) for name in (*new, "error"))], table
+    names = [*columns, *(_unused_name(name, columns) for name in (*new, "error"))]
+    return names, lambda: (list(map(cells, records)) for records in _batches(log, offsets))
 
 
 def _split(record: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]], str | None]:
@@ -175,6 +165,8 @@ def _split(record: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]
     answers = [answer | answer.pop("message", {}) for answer in answers or ()]
     for answer in answers:
         answer["text"] = answer.get("text", answer.get("content"))
+        # Why as JSON: tokens are keys, which would become fields of a Parquet struct.
+        answer |= {n: json.dumps(x) for n, x in answer.items() if x and n.endswith("logprobs")}
     return row, [{n: a[n] for n in ANSWER_COLUMNS if n in a} for a in answers], error
 
 
