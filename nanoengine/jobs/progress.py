@@ -63,7 +63,8 @@ class Progress:
         parts.append(f"{speed:,.0f} output tok/s")
         if job.num_rows is not None:
             num_left = job.num_rows - job.num_done - counts.answered - counts.failed
-            left_s = time_left_s(elapsed_s, counts.answered, stats.num_running, num_left)
+            rows = counts.answered, stats.num_running, num_left
+            left_s = time_left_s(elapsed_s, *rows, num_tokens, num_tokens - counts.output_tokens)
             parts += [f"{_clock_time(left_s)} left"] if left_s is not None else []
         parts.append(f"{stats.num_running} running, {stats.num_waiting} waiting")
         used = stats.active_blocks
@@ -84,19 +85,23 @@ class Progress:
             print("\r" + " " * self._width, end="\r", file=sys.stderr, flush=True)
 
 
-def time_left_s(elapsed_s: float, answered: int, running: int, left: int) -> float | None:
+def time_left_s(
+    elapsed_s: float, answered: int, running: int, left: int, tokens: int, running_tokens: int
+) -> float | None:
     """Estimated time until all rows are done [s]; None before the first answer, and at the end.
 
-    A running row counts as half done. Why not by the tokens of answered rows: short answers end
-    first, so their average is too low until most rows are done.
+    Running rows are assumed to have half of their tokens. Why not the average of answered rows:
+    short answers end first, so it is too low until most rows are done.
 
     Args:
         left: rows that are not done, including the running ones.
+        tokens: output tokens so far; `running_tokens` of them belong to running rows.
     """
-    if not answered or not left:
+    if not answered or not left or not tokens:
         return None
-    halves = min(running, left) / 2
-    return max(elapsed_s * (left - halves) / (answered + halves), 1.0)
+    running = min(running, left)  # Why: a row may have several sequences.
+    average = (tokens + running_tokens) / (answered + running)
+    return max(elapsed_s * (running_tokens + (left - running) * average) / tokens, 1.0)
 
 
 def _clock_time(seconds: float) -> str:
@@ -150,9 +155,8 @@ def _summary(job: Job, counts: Counts, facts: dict[str, Any]) -> Iterator[str]:
         yield f"{counts.empty_answers:,} answers are empty: the model stopped at once{hint}"
     for code, (count, first) in sorted(counts.reasons.items(), key=lambda item: -item[1][0]):
         yield f"{count:,} rows failed with {code}, the first at {first}"
-    speed = f"{facts['output_tokens_per_s']:,} per second in {facts['elapsed_s']:,.1f} s"
-    total_s = facts["elapsed_s"] + facts["loading_s"]
-    yield f"{counts.output_tokens:,} output tokens, {speed}; {total_s:,.1f} s with loading"
+    yield f"{counts.output_tokens:,} output tokens, {facts['output_tokens_per_s']:,} per second"
+    yield f"{facts['elapsed_s']:,.1f} s, after {facts['loading_s']:,.1f} s of loading"
     if counts.block_waits:
         share = f"in {counts.block_waits:,} of {counts.steps:,} steps"
         hint = "enlarge it with --kv-cache-gib or --memory-fraction"

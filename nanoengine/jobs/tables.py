@@ -59,9 +59,10 @@ def write_parquet(log: RecordLog, offsets: array[int], path: Path) -> None:
 
 def _write(arrow: Any, file: BinaryIO, types: dict[str, Any], batches: Any) -> str | None:
     """Writes the table. Returns the first column whose type can't hold a value; None if all can."""
-    schema = arrow.schema(
-        [(_name(name), arrow.string() if kind is None else kind) for name, kind in types.items()]
-    )
+    # Why: Parquet can't hold lone surrogates.
+    names = [name.encode(errors="backslashreplace").decode() for name in types]
+    kinds = [arrow.string() if kind is None else kind for kind in types.values()]
+    schema = arrow.schema(list(zip(names, kinds, strict=True)))
     with arrow.parquet.ParquetWriter(file, schema) as writer:
         for rows in batches:
             columns = []
@@ -74,11 +75,6 @@ def _write(arrow: Any, file: BinaryIO, types: dict[str, Any], batches: Any) -> s
                     return name
             writer.write_batch(arrow.record_batch(columns, schema=schema))
     return None
-
-
-def _name(name: str) -> str:
-    """The name of a column without lone surrogates, which Parquet can't hold."""
-    return name.encode(errors="backslashreplace").decode()
 
 
 def _batches(log: RecordLog, offsets: array[int]) -> Iterator[list[dict[str, Any]]]:

@@ -478,8 +478,6 @@ def test_the_summary_says_where_the_output_is_and_what_failed(batch: Batch) -> N
     assert f"\n{first}\n0 rows were answered\n1 rows failed with" in batch.stderr
     assert batch.run(*args, output=output) == 1
     facts = json.loads(summary.read_text())
-    speed = f"{facts['output_tokens_per_s']:,} per second in {facts['elapsed_s']:,.1f} s"
-    total = f"{facts['loading_s'] + facts['elapsed_s']:,.1f} s with loading"
     lines = [
         f"complete: 6 of 6 rows are in {output}",
         "1 rows ran in earlier runs, 1 of them failed",
@@ -488,7 +486,8 @@ def test_the_summary_says_where_the_output_is_and_what_failed(batch: Batch) -> N
         "1 answers are empty: the model stopped at once; a chat model may need --chat",
         f"1 rows failed with invalid_row, the first at {source}:3: n must be ",
         f"1 rows failed with invalid_request, the first at {source}:6: ",
-        f"{facts['output_tokens']} output tokens, {speed}; {total}",
+        f"{facts['output_tokens']} output tokens, {facts['output_tokens_per_s']:,} per second",
+        f"{facts['elapsed_s']:,.1f} s, after {facts['loading_s']:,.1f} s of loading",
     ]
     shown = batch.stderr.splitlines()[-len(lines) :]
     assert all(map(str.startswith, shown, lines)), batch.stderr
@@ -512,20 +511,23 @@ def test_a_complete_job_loads_no_model(batch: Batch, monkeypatch: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("elapsed_s", "answered", "running", "left", "expected"),
+    ("elapsed_s", "rows", "tokens", "expected"),
     [
-        (10, 0, 29, 29, None),  # Nothing has been answered.
-        (10, 4, 25, 25, 10 * 12.5 / 16.5),  # Regression: the line said 0:00.
-        (10, 100, 20, 900, 10 * 890 / 110),
-        (10, 1, 64, 3, 10 * 1.5 / 2.5),  # A row may have several sequences.
-        (0.1, 99, 1, 1, 1),  # It never rounds to 0:00.
-        (10, 100, 0, 0, None),
+        (10, (0, 29, 29), (290, 290), None),  # Nothing has been answered.
+        (10, (4, 25, 25), (20 + 250, 250), 10 * 250 / 270),  # Regression: the line said 0:00.
+        (10, (100, 20, 920), (10_000 + 1_000, 1_000), 10 * (1_000 + 900 * 100) / 11_000),
+        (10, (2, 64, 3), (20 + 15, 15), 10 * 15 / 35),  # A row may have several sequences.
+        (10, (2, 0, 3), (20, 0), 10 * 30 / 20),
+        (0.1, (99, 1, 1), (990, 2), 1),  # It never rounds to 0:00.
+        (10, (99, 1, 1), (990, 0), 1),
+        (10, (100, 0, 0), (990, 0), None),
+        (10, (5, 5, 5), (0, 0), None),  # Embeddings have no output tokens.
     ],
 )
-def test_the_time_left_counts_a_running_row_as_half_done(
-    elapsed_s: float, answered: int, running: int, left: int, expected: float | None
+def test_the_time_left_assumes_that_running_rows_have_half_of_their_tokens(
+    elapsed_s: float, rows: tuple[int, ...], tokens: tuple[int, int], expected: float | None
 ) -> None:
-    assert time_left_s(elapsed_s, answered, running, left) == expected
+    assert time_left_s(elapsed_s, *rows, *tokens) == expected
 
 
 def test_inputs_without_rows_cause_a_warning(batch: Batch) -> None:
