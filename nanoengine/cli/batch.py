@@ -202,7 +202,7 @@ def run(job: Job, llm: LLM | Replicas, args: BatchArgs, signals: Signals, loadin
         display.close()
         observers.remove(display)
     report(job, work.counts, ended, loading_s, time.perf_counter() - started)
-    if code >= TOO_MANY_ERRORS:
+    if code >= TOO_MANY_ERRORS and job.journal is not None and job.num_rows is not None:
         print("the same command resumes the job", file=sys.stderr)
     return code
 

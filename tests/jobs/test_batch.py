@@ -656,6 +656,7 @@ def test_too_many_errors_stop_the_run(batch: Batch) -> None:
     source = batch.write(rows)
     assert batch.run(source, "--max-errors", "3", "--no-reorder") == 3
     assert "4 rows failed, more than --max-errors 3;" in batch.stderr
+    assert batch.stderr.endswith("\nthe same command resumes the job\n")
     assert sum(record["error"] is not None for record in batch.records()) == 4
     assert batch.run(source, "--max-errors", "0", "--restart") == 3
     assert batch.run(source) == 1
@@ -737,10 +738,11 @@ def test_the_prefetch_of_stdin_is_bounded(monkeypatch: Any) -> None:
 
 
 def test_a_job_that_read_stdin_is_not_resumed(batch: Batch, monkeypatch: Any) -> None:
-    for code in (0, 2):
-        stdin = batch.write(["one"], "stdin").open("rb")
+    for code in (3, 2):
+        stdin = batch.write([{"prompt": 5}], "stdin").open("rb")
         monkeypatch.setattr("sys.stdin", type("Stdin", (), {"buffer": stdin}))
-        assert batch.run("-", *GREEDY) == code
+        assert batch.run("-", "--max-errors", "0", *GREEDY) == code
+        assert "the same command" not in batch.stderr
     assert "a job that reads stdin can't be resumed" in batch.stderr
 
 
