@@ -26,7 +26,7 @@ test-all: test test-guarded test-extras  ## everything that a CPU can test, with
 test-guarded: $(READY_TEST)  ## what guards rarely changed ground; writes what it has passed with: tests/guarded.json
 	@$(BIN)/python -m pytest -n 2 --dist loadfile --ignore=tests/gpu --guarded only
 
-test-extras: $(READY_TEST)  ## what needs optional packages: Parquet, evaluation, and Ray, which runs alone
+test-extras: $(READY_TEST)  ## what needs optional packages: Parquet, grammars, evaluation, and Ray, which runs alone
 	@$(BIN)/python tools/extras.py > $(VENV)/extras.txt
 	@$(BIN)/pip install --quiet --disable-pip-version-check -r $(VENV)/extras.txt
 	@$(BIN)/python tools/extras.py --models > $(VENV)/models.txt
