@@ -207,8 +207,9 @@ def run_python(*arguments: str) -> str:
             ["nanoengine.llm", "nanoengine.settings.params", "nanoengine.observe.metrics"],
             ("torch", "transformers", "tokenizers", "numba", "triton"),
         ),
+        (["nanoengine.features.structured", "nanoengine.cli.batch"], ("llguidance",)),
     ],
-    ids=["core", "engine", "nanoengine", "llm"],
+    ids=["core", "engine", "nanoengine", "llm", "grammars"],
 )
 def test_importing_loads_no_heavy_library(modules, unloaded):
     code = f"import sys, {', '.join(modules)}; print([m for m in {unloaded} if m in sys.modules])"

@@ -100,7 +100,7 @@ assert main(["info", "demo"]) == 0
 IMPORTS = """
 import importlib, pkgutil
 import nanoengine
-optional = {"flash_attn", "llguidance", "lm_eval", "ray", "triton"}
+optional = {"flash_attn", "lm_eval", "ray", "triton"}
 for module in pkgutil.walk_packages(nanoengine.__path__, "nanoengine."):
     try:
         importlib.import_module(module.name)

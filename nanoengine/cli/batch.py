@@ -6,7 +6,6 @@ docs/batch.md is the manual.
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from contextlib import closing
@@ -19,12 +18,12 @@ from nanoengine.cli.options import EngineArgs, SamplingArgs, engine_options, sam
 from nanoengine.errors import ConfigError
 from nanoengine.jobs.job import InputChangedError, Job, JobOptions
 from nanoengine.jobs.manifest import describe_engine, sampling_line
-from nanoengine.jobs.progress import Progress, format_summary, summary
-from nanoengine.jobs.record_log import OutputLostError, as_output_lost
+from nanoengine.jobs.progress import Progress, report
+from nanoengine.jobs.record_log import OutputLostError
 from nanoengine.jobs.records import Recorder
 from nanoengine.jobs.rows import RowOptions, reader_args
 from nanoengine.jobs.signals import Signals, Stopped
-from nanoengine.jobs.work import TooManyErrorsError
+from nanoengine.jobs.work import Counts, TooManyErrorsError
 from nanoengine.settings.checks import require_positive
 from nanoengine.settings.config import EngineConfig
 from nanoengine.text.load_tokenizer import find_chat_template
@@ -103,6 +102,7 @@ def main(args: BatchArgs, make_recorder: type[Recorder] = Recorder) -> int:
     Args:
         make_recorder: the class of the maker of records.
     """
+    started = time.perf_counter()
     if args.watch:
         require_terminal()
     options = engine_options(args)
@@ -120,8 +120,13 @@ def main(args: BatchArgs, make_recorder: type[Recorder] = Recorder) -> int:
                 from nanoengine.jobs.verify import readable_log
 
                 readable_log(job)  # Why here: otherwise it would raise after all rows.
-            with _engines(args, options) as llm:
-                code = run(job, llm, args, signals)
+            if job.num_done == job.num_rows:  # No row is left, so no model is loaded.
+                job.complete()
+                report(job, Counts(), "complete", time.perf_counter() - started)
+                code = SOME_FAILED if job.num_failed else ALL_ANSWERED
+            else:
+                with _engines(args, options) as llm:
+                    code = run(job, llm, args, signals, time.perf_counter() - started)
             if args.verify is not None and job.is_complete:
                 code = _verify(job, args, options) or code
             return code
@@ -175,7 +180,7 @@ def _engines(args: BatchArgs, options: dict[str, Any]) -> LLM | Replicas:
     return engines
 
 
-def run(job: Job, llm: LLM | Replicas, args: BatchArgs, signals: Signals) -> int:
+def run(job: Job, llm: LLM | Replicas, args: BatchArgs, signals: Signals, loading_s: float) -> int:
     """Runs the remaining rows; returns the exit code."""
     sampling = sampling_line(llm.config, llm.info, job.options.sampling)
     print(f"sampling: {sampling}; fields of a row take precedence", file=sys.stderr)
@@ -215,13 +220,9 @@ def run(job: Job, llm: LLM | Replicas, args: BatchArgs, signals: Signals) -> int
         signals.work = None
         display.close()
         observers.remove(display)
-    result = summary(job, work.counts, time.perf_counter() - started, ended)
-    print(format_summary(result), *progress.advice(), sep="\n", file=sys.stderr)
-    if code >= TOO_MANY_ERRORS:
+    report(job, work.counts, ended, loading_s, time.perf_counter() - started)
+    if code >= TOO_MANY_ERRORS and job.journal is not None and job.num_rows is not None:
         print("the same command resumes the job", file=sys.stderr)
-    if args.summary_json is not None:
-        with as_output_lost(args.summary_json):
-            args.summary_json.write_text(json.dumps(result) + "\n", encoding="utf-8")
     return code
 
 

@@ -11,9 +11,10 @@ from typing import Annotated, Any
 from tyro.conf import Positional, UseAppendAction, arg
 
 from nanoengine.cli.field_docs import field_docs
-from nanoengine.errors import ConfigError
+from nanoengine.errors import ConfigError, RequestError
 from nanoengine.settings.config import EngineConfig
 from nanoengine.settings.params import SamplingParams
+from nanoengine.settings.structured import StructuredOutputs
 from nanoengine.settings.tiers import DiskTier, HostTier, Tier
 
 DEMO = "demo"
@@ -25,6 +26,12 @@ MAX_TOKENS = (
     "Maximum number of tokens to generate. By default: the row's value, else the model's, else 256;"
     " 16 for an OpenAI completion; the whole context for an OpenAI chat and in `nanoengine chat`."
 )
+FORMATS = {
+    "json_schema": ("json", "JSON schema of the output: a file, or the schema itself."),
+    "choices": ("choice", "Comma-separated texts: the output is one of them."),
+    "regex": ("regex", "Regular expression that the whole output matches."),
+}
+"""Options for the format of the output -> field of `StructuredOutputs`, and help."""
 
 ModelName = Annotated[Positional[str], arg(metavar="MODEL")]
 TraceFile = Annotated[Positional[Path], arg(metavar="TRACE")]
@@ -82,6 +89,7 @@ def sampling_fields(args: object) -> dict[str, Any]:
     """The fields of SamplingParams that are set on the command line.
 
     Raises:
+        ConfigError: the format of the output is invalid, or set twice.
         RequestError: a value is out of range.
     """
     params = {
@@ -89,12 +97,32 @@ def sampling_fields(args: object) -> dict[str, Any]:
         for option in fields(SamplingArgs)
         if (value := getattr(args, option.name)) != option.default
     }
+    if formats := {option: params.pop(option) for option in FORMATS if option in params}:
+        params["structured_outputs"] = _structured_outputs(formats)
     SamplingParams(**params)
     return params
 
 
+def _structured_outputs(formats: dict[str, str]) -> dict[str, Any]:
+    """The field of `StructuredOutputs` that an option sets, checked before a model loads."""
+    from nanoengine.features.llguidance_grammars import require_valid
+
+    spec: dict[str, Any] = {FORMATS[option][0]: text for option, text in formats.items()}
+    try:
+        if "choice" in spec:
+            spec["choice"] = [*filter(None, map(str.strip, spec["choice"].split(",")))]
+        if not spec.get("json", "{").lstrip().startswith("{"):
+            spec["json"] = Path(spec["json"]).read_text(encoding="utf-8")
+        require_valid(checked := StructuredOutputs(**spec))
+    except (RequestError, OSError, ValueError) as error:
+        names = " and ".join(f"--{option.replace('_', '-')}" for option in formats)
+        hint = " (give a file, or a schema that begins with {)" * isinstance(error, OSError)
+        raise ConfigError(f"{names}: {error}{hint}") from error
+    return {kind: getattr(checked, kind) for kind in spec}
+
+
 def _sampling_options() -> list[tuple[str, Any, Any]]:
-    """Name, type and default per field of SamplingParams; None means not given.
+    """Name, type and default per option: fields of SamplingParams, and FORMATS; None: not given.
 
     Why no seed: --seed is the engine's, from which the seeds of rows are derived.
     """
@@ -114,7 +142,8 @@ def _sampling_options() -> list[tuple[str, Any, Any]]:
             kind = (tuple[int, ...] if tuple[int, ...] in kinds else kind) | None
         hint = Annotated[kind, arg(help=docs[param.name])]
         options.append((param.name, hint, dataclasses.field(default=default)))
-    return options
+    formats = ((name, Annotated[str | None, arg(help=text)]) for name, (_, text) in FORMATS.items())
+    return options + [(*option, dataclasses.field(default=None)) for option in formats]
 
 
 SamplingArgs = dataclasses.make_dataclass(

@@ -89,14 +89,7 @@ class LLGuidance:
         Raises:
             RequestError: it can't be compiled, or a keyword is not enforced.
         """
-        try:
-            matcher = LLMatcher(self.tables, _source(spec), log_level=0, limits=LIMITS)
-            matcher.compute_bitmask()  # Why: reports most errors that would occur while a row runs.
-            error = matcher.get_error()
-        except (RecursionError, ValueError) as raised:
-            error = str(raised)
-        if error:
-            raise RequestError(f"structured_outputs can't be compiled: {_user_message(error)}")
+        matcher = _matcher(self.tables, spec)
         return LLGuidanceGrammar(matcher, self.eos_token_ids, self.numerals if spec.schema else {})
 
     def fill(self, grammars: Sequence[LLGuidanceGrammar], masks: np.ndarray) -> None:
@@ -152,6 +145,27 @@ class LLGuidanceGrammar:
     def forced_tokens(self) -> list[int]:
         """See `RowState`. Without EOS ids: the token after the drafts is sampled in this step."""
         return list(self.matcher.compute_ff_tokens())
+
+
+def require_valid(spec: StructuredOutputs) -> None:
+    """Compiles a request without a model's tokenizer.
+
+    Raises:
+        RequestError: it can't be compiled with any tokenizer.
+    """
+    _matcher(LLTokenizer("byte"), spec)
+
+
+def _matcher(tables: LLTokenizer, spec: StructuredOutputs) -> LLMatcher:
+    try:
+        matcher = LLMatcher(tables, _source(spec), log_level=0, limits=LIMITS)
+        matcher.compute_bitmask()  # Why: reports most errors that would occur while a row runs.
+        error = matcher.get_error()
+    except (RecursionError, ValueError) as raised:
+        error = str(raised)
+    if error:
+        raise RequestError(f"structured_outputs can't be compiled: {_user_message(error)}")
+    return matcher
 
 
 def _user_message(error: str) -> str:

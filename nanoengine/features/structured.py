@@ -31,7 +31,7 @@ import torch
 
 from nanoengine.checkpoint.config import ModelConfig
 from nanoengine.core.plan import AdmittedSequence
-from nanoengine.errors import MissingDependencyError, RequestError
+from nanoengine.errors import RequestError
 from nanoengine.runner.transfers import ship
 from nanoengine.settings.config import EngineConfig
 from nanoengine.settings.params import SamplingParams
@@ -165,7 +165,6 @@ class Structured:
 
         Raises:
             RequestError: it can't be compiled, or not in time, or there is no EOS id to end it.
-            MissingDependencyError: the library is not installed.
         """
         if not self.eos_token_ids:
             raise RequestError("structured_outputs require an EOS id, and the model has none")
@@ -264,18 +263,13 @@ def make_structured(config: EngineConfig, model_config: ModelConfig) -> Structur
     return Structured(make, vocab_size, eos_token_ids)
 
 
-def _library(
-    config: EngineConfig, vocab_size: int, eos_token_ids: tuple[int, ...]
-) -> GrammarLibrary:
+def _library(config: EngineConfig, vocab_size: int, eos_ids: tuple[int, ...]) -> GrammarLibrary:
     if config.skip_tokenizer_init:
         raise RequestError(
             "structured_outputs require the tokenizer, and this LLM was created with"
             " skip_tokenizer_init=True"
         )
-    try:  # Why first: rows of a job may call this, and a tokenizer takes up to a second.
-        from nanoengine.features.llguidance_grammars import LLGuidance
-    except ModuleNotFoundError as error:
-        raise MissingDependencyError(
-            "structured_outputs need llguidance: pip install 'nanoengine[structured]'"
-        ) from error
-    return LLGuidance(Tokenizer.of(config), vocab_size, eos_token_ids)
+    # Why here: an LLM that gets no such request doesn't load the library.
+    from nanoengine.features.llguidance_grammars import LLGuidance
+
+    return LLGuidance(Tokenizer.of(config), vocab_size, eos_ids)

@@ -362,6 +362,14 @@ class Job:
                 " input was truncated while it was read: run the same command again"
             )
 
+    @property
+    def places(self) -> str:
+        """The names of the files that have the records, for messages."""
+        name = "stdout" if self.options.output == STDOUT else self.options.output
+        if isinstance(self.log, RecordLog) and not self.is_complete:
+            name = str(self.log.path)
+        return name if self.options.errors is None else f"{name} and {self.options.errors}"
+
     def close(self) -> None:
         """Releases the output for other processes."""
         self._exit_stack.close()

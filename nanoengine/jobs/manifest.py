@@ -16,6 +16,7 @@ from nanoengine.checkpoint.files import checkpoint_files, file_digest
 from nanoengine.errors import ConfigError
 from nanoengine.jobs.record_log import atomic_write
 from nanoengine.jobs.source import STDIN, Input, digest
+from nanoengine.settings.checks import truncate
 from nanoengine.settings.config import EngineConfig
 from nanoengine.settings.files import is_gguf
 
@@ -89,7 +90,7 @@ def describe_engine(config: EngineConfig, name: str) -> dict[str, Any]:
 
 
 REPORTED_PARAMS = {*GENERATION_DEFAULTS} - {"max_tokens"}
-"""Sampling parameters that are reported: the ones that a checkpoint may set."""
+"""Sampling parameters that are always reported: the ones that a checkpoint may set."""
 
 
 def sampling_line(config: EngineConfig, info: Any, options: Mapping[str, Any] | None = None) -> str:
@@ -109,8 +110,8 @@ def sampling_line(config: EngineConfig, info: Any, options: Mapping[str, Any] | 
     params |= {name: (value, "the command's options") for name, value in (options or {}).items()}
     by_source = defaultdict(list)
     for name, (value, source) in params.items():
-        if name in REPORTED_PARAMS:
-            by_source[source].append(f"{name} {value}")
+        if name in REPORTED_PARAMS or name in (options or ()):
+            by_source[source].append(f"{name} {truncate(value)}")
     return "; ".join(f"{', '.join(values)} ({source})" for source, values in by_source.items())
 
 

@@ -1,9 +1,12 @@
 """Writes a log of JSON records as a Parquet file or a CSV.
 
-It reads the log twice, with one batch of rows in memory: first for the types of the columns, then
-for the rows. A column whose values have no common Parquet type is written as JSON, for
-example numbers mixed with strings, `{}`, or integers of 65 bits. If only the second pass finds
-such a value, it starts again.
+Both have the same columns: the input's columns, then text, finish_reason, ... and error. If the
+input has a NAME, the new column is output_NAME.
+
+The log is read several times, with one batch of rows in memory: for the names of the columns, for
+their Parquet types, and for the rows. A column whose values have no common Parquet type is written
+as JSON, for example numbers mixed with strings, `{}`, or integers of 65 bits. If only the last pass
+finds such a value, it starts again.
 """
 
 from __future__ import annotations
@@ -13,15 +16,19 @@ import io
 import itertools
 import json
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from nanoengine.jobs.record_log import SIMPLE_FIELDS, RecordLog, atomic_write
 from nanoengine.jobs.source import require_pyarrow
 
-ANSWER_COLUMNS = ("text", "finish_reason", "reasoning_content", "tool_calls", "parse_error")
-"""Columns of a CSV per answer; a column that no record has is omitted."""
+ANSWER_COLUMNS = (
+    "text", "token_ids", "finish_reason", "reasoning_content", "tool_calls", "parse_error",
+    "logprobs", "prompt_logprobs",
+)  # fmt: skip
+"""Columns per answer. All except text are omitted if no record has a value, and token_ids if any
+record has text."""
 
 BATCH_ROWS = 1024
 CONVERSION_ERRORS = (ValueError, TypeError, OverflowError, NotImplementedError)
@@ -37,40 +44,37 @@ def write_parquet(log: RecordLog, offsets: array[int], path: Path) -> None:
     arrow = require_pyarrow("Parquet files")
     import pyarrow.parquet  # type: ignore[import-untyped]  # noqa: F401  # used by `_write`
 
-    types: dict[str, Any] = {}  # None: no common type, so JSON
-    for rows in _batches(log, offsets):
-        for name in dict.fromkeys(name for row in rows for name in row):
-            known = types.setdefault(name, arrow.null())
-            types[name] = _common_type(arrow, known, [row.get(name) for row in rows])
+    names, table = _table(log, offsets)
+    types = dict.fromkeys(names, arrow.null())  # None: no common type, so JSON
+    types[names[-1]] = arrow.string()  # Why: most jobs have no error, and files may be merged.
+    for rows in table():
+        for name, values in zip(names, zip(*rows, strict=True), strict=True):
+            types[name] = _common_type(arrow, types[name], values)
     with atomic_write(path) as file:
-        while (failed := _write(arrow, file, types, _batches(log, offsets))) is not None:
+        while (failed := _write(arrow, file, types, table())) is not None:
             types[failed] = None
             file.seek(0)
             file.truncate()
 
 
-def _write(
-    arrow: Any, file: BinaryIO, types: dict[str, Any], batches: Iterator[list[dict[str, Any]]]
-) -> str | None:
+def _write(arrow: Any, file: BinaryIO, types: dict[str, Any], batches: Any) -> str | None:
     """Writes the table. Returns the first column whose type can't hold a value; None if all can."""
-    schema = arrow.schema(
-        [(_name(name), arrow.string() if kind is None else kind) for name, kind in types.items()]
-    )
+    # Why: Parquet can't hold lone surrogates.
+    names = [name.encode(errors="backslashreplace").decode() for name in types]
+    kinds = [arrow.string() if kind is None else kind for kind in types.values()]
+    schema = arrow.schema(list(zip(names, kinds, strict=True)))
     with arrow.parquet.ParquetWriter(file, schema) as writer:
         for rows in batches:
             columns = []
-            for name, kind in types.items():
+            for name, field, values in zip(types, schema, zip(*rows, strict=True), strict=True):
+                if types[name] is None:
+                    values = [None if v is None else json.dumps(v) for v in values]
                 try:
-                    columns.append(_column(arrow, [row.get(name) for row in rows], kind))
+                    columns.append(arrow.array(values, field.type))
                 except CONVERSION_ERRORS:
                     return name
             writer.write_batch(arrow.record_batch(columns, schema=schema))
     return None
-
-
-def _name(name: str) -> str:
-    """The name of a column without lone surrogates, which Parquet can't hold."""
-    return name.encode(errors="backslashreplace").decode()
 
 
 def _batches(log: RecordLog, offsets: array[int]) -> Iterator[list[dict[str, Any]]]:
@@ -79,7 +83,7 @@ def _batches(log: RecordLog, offsets: array[int]) -> Iterator[list[dict[str, Any
         yield rows
 
 
-def _common_type(arrow: Any, known: Any, values: list[Any]) -> Any:
+def _common_type(arrow: Any, known: Any, values: Sequence[Any]) -> Any:
     """A type for these values and for values of type `known`; None if there is none."""
     if known is None:
         return None
@@ -99,44 +103,49 @@ def _has_empty_struct(arrow: Any, kind: Any) -> bool:
     return any(_has_empty_struct(arrow, kind.field(i).type) for i in range(kind.num_fields))
 
 
-def _column(arrow: Any, values: list[Any], kind: Any) -> Any:
-    if kind is None:
-        return arrow.array([None if v is None else json.dumps(v) for v in values], arrow.string())
-    return arrow.array(values, kind)
-
-
 def write_csv(
     log: RecordLog, offsets: array[int], path: Path, delimiter: str, encoding: str
 ) -> None:
     """Writes the records at these offsets of a log, in this order, as a CSV with a header.
 
-    The columns of the input come first. If the input has a NAME, the new column is output_NAME.
-
     Raises:
         OutputLostError: the disk is full.
     """
     delimiter = "\t" if path.suffix.lower() == ".tsv" else delimiter
-    columns: dict[str, None] = {}
-    fields: dict[str, None] = {}
-    count = 1
-    for rows in _batches(log, offsets):
-        for row, answers, _ in map(_split, rows):
-            columns |= dict.fromkeys(row)
-            fields |= dict.fromkeys(name for answer in answers for name in answer)
-            count = max(count, len(answers))
-    new = [f"{name}_{i + 1}" if count > 1 else name for i in range(count) for name in fields]
+    names, table = _table(log, offsets)
     with atomic_write(path) as file:
         text = io.TextIOWrapper(file, encoding, "backslashreplace", newline="")
         writer = csv.writer(text, delimiter=delimiter)  # Because lines end in \r\n, \r is quoted.
-        writer.writerow([*columns, *(_unused_name(name, columns) for name in (*new, "error"))])
-        for rows in _batches(log, offsets):
-            for row, answers, error in map(_split, rows):
-                answers += [{}] * (count - len(answers))
-                cells = [row.get(name) for name in columns]
-                cells += [answer.get(name) for answer in answers for name in fields]
-                writer.writerow(map(_format_cell, [*cells, error]))
+        writer.writerow(names)
+        for rows in table():
+            writer.writerows(map(_format_cell, row) for row in rows)
         text.flush()
         text.detach()
+
+
+def _table(log: RecordLog, offsets: array[int]) -> tuple[list[str], Callable[[], Any]]:
+    """The names of the columns of a table of records, and a function that reads its rows in
+    batches."""
+    columns: dict[str, None] = {}
+    found: set[str] = set()
+    count = 1
+    for records in _batches(log, offsets):
+        for row, answers, _ in map(_split, records):
+            columns |= dict.fromkeys(row)
+            found.update(name for answer in answers for name, value in answer.items() if value)
+            count = max(count, len(answers))
+    found = found - {"token_ids"} if "text" in found else found and found | {"text"}
+    fields = [name for name in ANSWER_COLUMNS if name in found]
+
+    def cells(record: dict[str, Any]) -> list[Any]:
+        row, answers, error = _split(record)
+        answers += [{}] * (count - len(answers))
+        new = [answer.get(name) for answer in answers for name in fields]
+        return [*map(row.get, columns), *new, error]
+
+    new = [f"{name}_{i + 1}" if count > 1 else name for i in range(count) for name in fields]
+    names = [*columns, *(_unused_name(name, columns) for name in (*new, "error"))]
+    return names, lambda: (list(map(cells, records)) for records in _batches(log, offsets))
 
 
 def _split(record: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]], str | None]:
@@ -152,6 +161,8 @@ def _split(record: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]
     answers = [answer | answer.pop("message", {}) for answer in answers or ()]
     for answer in answers:
         answer["text"] = answer.get("text", answer.get("content"))
+        # Why as JSON: tokens are keys, which would become fields of a Parquet struct.
+        answer |= {n: json.dumps(x) for n, x in answer.items() if x and n.endswith("logprobs")}
     return row, [{n: a[n] for n in ANSWER_COLUMNS if n in a} for a in answers], error
 
 

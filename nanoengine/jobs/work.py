@@ -67,8 +67,9 @@ class Counts:
     """Counters of the rows that ran in this process.
 
     Attributes:
-        empty, cut: answers without text, and answers that ended at max_tokens.
+        empty_answers, cut_answers: without text, and ended at max_tokens.
         reasons: error code -> number of rows, and a description of the first one.
+        steps, block_waits: steps of the engine, and the ones in which rows waited for blocks.
     """
 
     answered: int = 0
@@ -76,8 +77,10 @@ class Counts:
     prompt_tokens: int = 0
     output_tokens: int = 0
     cached_tokens: int = 0
-    empty: int = 0
-    cut: int = 0
+    empty_answers: int = 0
+    cut_answers: int = 0
+    steps: int = 0
+    block_waits: int = 0
     reasons: dict[str, tuple[int, str]] = field(default_factory=dict)
 
 
@@ -237,8 +240,8 @@ class Work:
                 self._finish(task, output)
                 counts.answered += 1
                 for completion in output.outputs if task.params.max_tokens != 0 else ():
-                    counts.empty += task.params.detokenize and not completion.text.strip()
-                    counts.cut += completion.finish_reason == "length"
+                    counts.empty_answers += task.params.detokenize and not completion.text.strip()
+                    counts.cut_answers += completion.finish_reason == "length"
 
     def _queue_next_turn(self, task: Task, output: RequestOutput) -> None:
         """Queues the next turn: the conversation, the answer, and the user's next message."""

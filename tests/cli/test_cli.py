@@ -24,6 +24,8 @@ from nanoengine.cli.bench import BenchArgs
 from nanoengine.cli.generate import GenerateArgs
 from nanoengine.cli.info import InfoArgs
 from nanoengine.cli.options import WITHOUT_OPTION, engine_options, sampling_fields
+from nanoengine.jobs.rows import RowOptions, RowReader
+from nanoengine.jobs.source import Input, Line
 from nanoengine.settings.config import EngineConfig
 from tests.support.sampling_fields import sample_values
 from tests.support.text_fixtures import text_checkpoint
@@ -83,6 +85,12 @@ REFUSED = {
     "generate m --prompt a --n 2 --temperature 0": "n must be 1",
     "generate demo --file x.xml": "input 'x.xml' does not exist",
     "chat /no/model --n 2": "--n must be 1",
+    "chat /no/model --choices ,": "--choices: choice must contain at least one string",
+    "generate /no/model --prompt a --choices a,b --regex c": "--choices and --regex: structured_",
+    "batch /no/model a.txt --output x --json-schema no.json": "--json-schema: [Errno 2] No such",
+    "generate /no/model --prompt a --json-schema {}}": "--json-schema: json must be a schema, got",
+    'chat /no/model --json-schema {"uniqueItems":true}': "--json-schema: structured_outputs can't",
+    "generate /no/model --prompt a --choices a --ignore-eos": "ignore_eos must be False with",
     "chat /no/model --top-p 7": "top_p must be in (0, 1], got 7",
     "info /no/such/dir": "model directory '/no/such/dir' does not exist",
     "generate . --prompt a": "model='.' is not a checkpoint: it has no config.json and no GGUF",
@@ -180,9 +188,10 @@ def test_sampling_parameters_are_reported_with_their_sources(
     )
     few = [*SMALL, "--max-tokens", "2"]
     defaults = "temperature 0.5, repetition_penalty 1.25 (generation_config.json)"
+    ours = "max_tokens 2 (the command's options)"
     mixed = (
-        "sampling: temperature 1.5, top_k 9 (the command's options);"
-        " repetition_penalty 1.25 (generation_config.json)"
+        "sampling: temperature 1.5, presence_penalty 1.0, top_k 9, max_tokens 2 (the command's"
+        " options); repetition_penalty 1.25 (generation_config.json)"
     )
 
     def first_line(*command: str) -> str:
@@ -191,7 +200,8 @@ def test_sampling_parameters_are_reported_with_their_sources(
         assert "sampling" not in captured.out
         return captured.err.splitlines(keepends=True)[0]
 
-    assert first_line("generate", str(path), "--prompt", "the", *few) == f"sampling: {defaults}\n"
+    simple = f"sampling: {defaults}; {ours}\n"
+    assert first_line("generate", str(path), "--prompt", "the", *few) == simple
     options = ["--temperature", "1.5", "--top-k", "9", "--presence-penalty", "1"]
     assert first_line("generate", str(path), "--prompt", "the", *options, *few) == f"{mixed}\n"
     monkeypatch.setattr("sys.stdin", io.StringIO("/quit\n"))
@@ -200,7 +210,8 @@ def test_sampling_parameters_are_reported_with_their_sources(
     assert f"{mixed}; fields of a row take precedence\n" in batch
     job = json.loads((tmp_path / "out.jsonl.job.json").read_text())
     assert (job["sampling_defaults"], job["rows"]["sampling"]["top_k"]) == (defaults, 9)
-    no_defaults = "sampling: temperature 1.0 (the engine's default; the checkpoint has none)\n"
+    source = "the engine's default; the checkpoint has none"
+    no_defaults = f"sampling: temperature 1.0 ({source}); {ours}\n"
     assert first_line("generate", str(model), "--prompt", "the", *few) == no_defaults
     assert cli.main(["info", str(path), "--all", *SMALL]) == 0
     shown = capsys.readouterr().out
@@ -270,6 +281,37 @@ def test_every_field_of_sampling_params_is_an_option() -> None:
     assert sampling_fields(cli.parse(GenerateArgs, "x", ["m"]).sampling) == {}
     parsed_flag = cli.parse(GenerateArgs, "x", ["m", "--no-detokenize"]).sampling
     assert sampling_fields(parsed_flag) == {"detokenize": False}
+
+
+def test_a_format_applies_to_rows_and_chats_that_set_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("s.json").write_text('{"const":  7}', encoding="utf-8")
+    own = {"prompt": "a", "structured_outputs": {"regex": "xyz"}}
+    body = {"messages": [{"role": "user", "content": "a"}], "response_format": {"type": "text"}}
+    Path("in.jsonl").write_text(f'"a"\n{json.dumps(own)}\n', encoding="utf-8")
+    forms = {
+        ("--choices", " yes, no,"): ("(yes|no)", {"choice": ["yes", "no"]}),
+        ("--regex", "[ab]c"): ("[ab]c", {"regex": "[ab]c"}),
+        ("--json-schema", "s.json"): ("7", {"json": '{"const": 7}'}),
+        ("--json-schema", ' {"const": 8}'): ("8", {"json": '{"const": 8}'}),
+    }
+    for i, (options, (pattern, form)) in enumerate(forms.items()):
+        assert cli.main(["batch", "demo", "in.jsonl", "--output", f"{i}.jsonl", *options]) == 0
+        lines = Path(f"{i}.jsonl").read_text(encoding="utf-8").splitlines()
+        texts = {line["_row"]: line["outputs"][0]["text"] for line in map(json.loads, lines)}
+        assert re.fullmatch(pattern, texts[0]) and texts[1] == "xyz"
+        manifest = json.loads(Path(f"{i}.jsonl.job.json").read_text(encoding="utf-8"))
+        assert manifest["rows"]["sampling"] == {"structured_outputs": form}
+        assert f"; structured_outputs {{'{next(iter(form))}': " in capsys.readouterr().err
+    options = RowOptions(sampling={"structured_outputs": {"regex": "[ab]c"}})
+    row = {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": body}
+    task = RowReader(options).task(Line(0, Input(name="x", form="jsonl"), 1, row), "chat")
+    assert task.params.structured_outputs is None
+    monkeypatch.setattr("sys.stdin", io.StringIO("hello\n"))
+    assert cli.main(["chat", "demo", "--choices", "yes,no"]) == 0
+    assert capsys.readouterr().out.strip() in ("yes", "no")
 
 
 def test_generate_runs_a_file_into_records_and_keeps_bad_rows(

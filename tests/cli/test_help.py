@@ -85,7 +85,7 @@ def test_common_options_exist() -> None:
     existing = {field.name for cls in classes for field in dataclasses.fields(cls)}
     assert len(set(command_line.NAMES)) == sum(len(v.split()) for v in command_line.COMMON.values())
     # The last names are options of the next version.
-    assert set(command_line.NAMES) <= existing | {"raw", "json_schema", "choices", "regex"}
+    assert set(command_line.NAMES) <= existing
 
 
 def test_help_writes_types_and_choices_as_they_are_typed(

@@ -26,21 +26,9 @@ from nanoengine.cli.main import COMMANDS, find_command, main, parse
 from tests.support import pages, stand_ins
 from tests.support.pages import ROOT, Block
 
-GRAMMAR_CALL = "StructuredOutputs("
-"""A script that contains this text needs an optional package."""
-GRAMMAR_MARKS = [
-    pytest.mark.extra,
-    pytest.mark.skipif(importlib.util.find_spec("llguidance") is None, reason="needs llguidance"),
-]
-
 
 def params(blocks: list[Block]) -> list[object]:
-    return [
-        pytest.param(
-            block, id=block.name, marks=GRAMMAR_MARKS if GRAMMAR_CALL in block.text else ()
-        )
-        for block in blocks
-    ]
+    return [pytest.param(block, id=block.name) for block in blocks]
 
 
 @pytest.fixture

@@ -118,7 +118,6 @@ def count(folder: Path, llm: LLM, max_tokens: int) -> collections.Counter[str]:
 @pytest.mark.extra
 def test_enforced_tool_calls_match_their_schemas() -> None:
     """Of 350 rows, none is refused and no finished one violates a schema; some are truncated."""
-    pytest.importorskip("llguidance")
     spec = importlib.util.find_spec("bfcl_eval")
     if spec is None:
         pytest.skip("bfcl-eval is not installed")

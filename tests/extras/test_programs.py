@@ -54,7 +54,6 @@ print(json.dumps(answers))
 @pytest.mark.extra
 def test_outlines_writes_texts_choices_patterns_and_json(tmp_path: Path) -> None:
     pytest.importorskip("outlines")
-    pytest.importorskip("llguidance")
     answers = json.loads(run_program(tmp_path, OUTLINES))
     assert len(answers["text"].split()) > 4
     assert answers["choice"] in ("yes", "no")

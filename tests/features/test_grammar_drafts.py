@@ -123,7 +123,6 @@ def test_the_fallback_drafts_where_no_token_is_forced() -> None:
 
 def test_drafts_of_a_grammar_save_steps_and_keep_the_output() -> None:
     """Also where n-grams of the prompt violate the grammar."""
-    pytest.importorskip("llguidance")
     from nanoengine import StructuredOutputs
 
     prompt = 'A list: [{"animal":"cow","is_hungry":1},{"animal":"cat","is_hungry":0}]. Another: '

@@ -7,7 +7,6 @@ import json
 import os
 import re
 import signal
-import sys
 import threading
 from dataclasses import replace
 from types import SimpleNamespace
@@ -22,7 +21,6 @@ from nanoengine import (
     LLM,
     DiskTier,
     HostTier,
-    MissingDependencyError,
     RequestError,
     SamplingParams,
     StructuredOutputs,
@@ -34,7 +32,6 @@ from nanoengine.jobs.rows import RowOptions, RowReader
 from nanoengine.jobs.source import Input, Line
 from nanoengine.layers import packed
 from nanoengine.text.prompt_forms import Row
-from nanoengine.text.prompts import PromptReader, RefusedPrompt
 from nanoengine.text.tokenizer import Tokenizer
 from tests.support.engines import make_engine, random_prompts, run, tokens
 from tests.support.grammars import (
@@ -47,12 +44,7 @@ from tests.support.grammars import (
     text_tokenizer,
 )
 
-
-def needs(library: str) -> None:
-    pytest.importorskip(library, reason="see the extra `structured`")
-
-
-# --- without a library ----------------------------------------------------------------------------
+# --- without a grammar's library ---------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -117,27 +109,6 @@ def test_a_response_format_becomes_structured_outputs(response_format: Any, expe
     assert task.params.structured_outputs == expected
     simple = Line(0, Input(name="x", form="jsonl"), 1, {"prompt": "x", "structured_outputs": None})
     assert RowReader(RowOptions()).task(simple).params.structured_outputs is None
-
-
-def test_a_missing_library_is_reported_with_its_extra_and_only_when_needed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setitem(sys.modules, "llguidance", None)
-    for name in ("llguidance_grammars", "gbnf"):
-        monkeypatch.delitem(sys.modules, f"nanoengine.features.{name}", raising=False)
-    engine = make_engine(text_checkpoint())
-    params = SamplingParams(max_tokens=2, structured_outputs={"choice": ["a"]})
-    with pytest.raises(MissingDependencyError, match=r"llguidance: pip.*nanoengine\[structured\]"):
-        engine.add_request("a", [5], params)
-    reader = PromptReader(None, engine.checker, SamplingParams)
-    with pytest.raises(MissingDependencyError, match=r"prompt 0: struct.*need llguidance:"):
-        reader.read_all([[5]], params, None, "raise")
-    # Why the call continues: other prompts need no library, and may be most of a long job. The
-    # tokenizer must not be loaded again for each prompt that needs it.
-    monkeypatch.setattr(Tokenizer, "load", None)
-    (output,) = reader.read_all([[5]], params, None, "record")
-    assert isinstance(output, RefusedPrompt) and "need llguidance: pip install" in output.message
-    run(engine, [[5]], replace(params, structured_outputs=None))
 
 
 def test_structured_outputs_without_a_tokenizer_raise() -> None:
@@ -362,9 +333,7 @@ def check_schemas(schemas: list[dict[str, Any]], whitespace: bool, seed: int) ->
     return complete
 
 
-@pytest.mark.extra
 def test_a_tokenizer_may_have_tokens_that_the_model_has_no_logits_for() -> None:
-    needs("llguidance")
     tokenizer = copy.deepcopy(text_tokenizer())
     tokenizer.add_tokens(["<pad>", "yes"])
     processor = make_grammar_processor(Tokenizer(tokenizer))
@@ -378,10 +347,7 @@ def test_a_tokenizer_may_have_tokens_that_the_model_has_no_logits_for() -> None:
     assert all(token_id < VOCAB_SIZE for token_id in grammar.forced_tokens())
 
 
-@pytest.mark.extra
 def test_every_complete_text_of_hundreds_of_schemas_is_valid() -> None:
-    needs("llguidance")
-    needs("jsonschema")
     counts = []
 
     @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
@@ -406,10 +372,8 @@ FORMS = {
 }  # fmt: skip
 
 
-@pytest.mark.extra
 @pytest.mark.parametrize("form", FORMS)
 def test_each_kind_of_grammar_ends_validly_also_after_preemptions(form: str) -> None:
-    needs("llguidance")
     fields, pattern = FORMS[form]
     params = [
         SamplingParams(temperature=temperature, max_tokens=80, structured_outputs=fields)
@@ -446,7 +410,6 @@ def fits(schema: dict[str, Any], text: str, whitespace: bool = False) -> bool:
     return bool(mask[EOS // 32] >> EOS % 32 & 1)
 
 
-@pytest.mark.extra
 @pytest.mark.parametrize(
     ("schema", "text", "expected"),
     [
@@ -468,7 +431,6 @@ def fits(schema: dict[str, Any], text: str, whitespace: bool = False) -> bool:
 def test_numbers_and_whitespace_are_limited_and_strings_are_not(
     schema: dict[str, Any], text: str, expected: bool
 ) -> None:
-    needs("llguidance")
     assert fits(schema, text, whitespace=schema == {"type": "array"}) is expected
 
 
@@ -526,10 +488,8 @@ UNIONS: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
 }
 
 
-@pytest.mark.extra
 @pytest.mark.parametrize("name", UNIONS)
 def test_one_of_alternatives_with_different_constants_compile(name: str) -> None:
-    needs("llguidance")
     schema, right, wrong = UNIONS[name]
     before = copy.deepcopy(schema)
     assert [fits(schema, text) for text in right] == [True] * len(right)
@@ -537,7 +497,6 @@ def test_one_of_alternatives_with_different_constants_compile(name: str) -> None
     assert schema == before, "the caller's schema was modified"
 
 
-@pytest.mark.extra
 @pytest.mark.parametrize(
     "alternatives",
     [
@@ -551,7 +510,6 @@ def test_one_of_alternatives_with_different_constants_compile(name: str) -> None
 def test_ambiguous_one_of_alternatives_raise_in_terms_of_json_schema(
     alternatives: list[dict[str, Any]],
 ) -> None:
-    needs("llguidance")
     with pytest.raises(RequestError, match="alternatives of a oneOf must exclude") as caught:
         make_grammar_processor()._compile(StructuredOutputs(json={"oneOf": alternatives}))
     assert "coerce" not in str(caught.value)
@@ -574,10 +532,8 @@ GBNF = {
 }
 
 
-@pytest.mark.extra
 @pytest.mark.parametrize("text", GBNF)
 def test_gbnf_accepts_the_texts_of_its_rules(text: str) -> None:
-    needs("llguidance")
     for expected in GBNF[text]:
         processor = make_grammar_processor()
         params = SamplingParams(structured_outputs={"grammar": text})
@@ -588,9 +544,7 @@ def test_gbnf_accepts_the_texts_of_its_rules(text: str) -> None:
         assert mask[EOS // 32] >> EOS % 32 & 1, "the text may end here"
 
 
-@pytest.mark.extra
 def test_an_invalid_grammar_is_an_error_of_its_prompt_only() -> None:
-    needs("llguidance")
     bad = SamplingParams(max_tokens=3, structured_outputs={"json": {"uniqueItems": True}})
     good = SamplingParams(max_tokens=9, structured_outputs={"choice": ["the"]})
     with LLM(text_checkpoint(), kv_cache_gib=0.01) as llm:
@@ -612,7 +566,6 @@ def chain(rule: str, num_rules: int) -> str:
     return "\n".join(["start: " + rule.partition("{")[0] + "0", *rules, rule.format(num_rules, 0)])
 
 
-@pytest.mark.extra
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -644,12 +597,10 @@ def chain(rule: str, num_rules: int) -> str:
 def test_the_error_explains_why_a_grammar_cant_be_compiled(
     fields: dict[str, Any], message: str
 ) -> None:
-    needs("llguidance")
     with pytest.raises(RequestError, match=f"^structured_outputs can't be compiled: .*({message})"):
         make_grammar_processor().check(SamplingParams(structured_outputs=fields))
 
 
-@pytest.mark.extra
 @pytest.mark.parametrize(
     "fields",
     [
@@ -663,7 +614,6 @@ def test_the_error_explains_why_a_grammar_cant_be_compiled(
 )  # fmt: skip
 def test_large_and_deep_grammars_compile(fields: dict[str, Any]) -> None:
     """Deep forms need more stack than a thread has; the process would crash."""
-    needs("llguidance")
     processor, params = make_grammar_processor(), SamplingParams(structured_outputs=fields)
     processor.check(params)
     row = processor.admit(AdmittedSequence(0, 0, [EOS + 1], 1, 0, params, seed=0))
@@ -673,11 +623,9 @@ def test_large_and_deep_grammars_compile(fields: dict[str, Any]) -> None:
         row.accept(int(np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))[-1]))
 
 
-@pytest.mark.extra
 def test_a_grammar_that_fails_while_it_runs_is_an_error_without_a_logged_traceback(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    needs("llguidance")
     too_many = SamplingParams(structured_outputs={"grammar": 'start: "a"{1000000}'})
     with LLM(text_checkpoint(), kv_cache_gib=0.01) as llm:
         (output,) = llm.generate("x", too_many, use_tqdm=False)
@@ -686,9 +634,7 @@ def test_a_grammar_that_fails_while_it_runs_is_an_error_without_a_logged_traceba
     assert not any(record.exc_info for record in caplog.records)
 
 
-@pytest.mark.extra
 def test_other_parameters_choose_within_the_grammar() -> None:
-    needs("llguidance")
     vocab = text_tokenizer().get_vocab()
     yes_or_no = {"structured_outputs": {"choice": ["yes", "no"]}, "max_tokens": 9}
     cases: list[tuple[dict[str, Any], str | None, str | None]] = [
@@ -755,13 +701,10 @@ def check_texts(requests: list[Request]) -> None:
     assert complete >= 3
 
 
-@pytest.mark.extra
 @pytest.mark.parametrize("overlap", [False, True])
 def test_preemption_chunks_tiers_and_overlap_do_not_change_structured_outputs(
     overlap: bool, tmp_path: Any
 ) -> None:
-    needs("llguidance")
-    needs("jsonschema")
     options: dict[str, Any] = {"block_size": 8}
     expected = run(make_engine(text_checkpoint(), **options), PROMPTS, work())
     check_texts(expected)
@@ -775,13 +718,11 @@ def test_preemption_chunks_tiers_and_overlap_do_not_change_structured_outputs(
         engine.close()
 
 
-@pytest.mark.extra
 @pytest.mark.parametrize("overlap", [False, True])
 def test_greedy_structured_sequences_do_not_need_all_logits(
     overlap: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The head gets bit masks, and its tokens equal the argmax of masked logits."""
-    needs("llguidance")
     options = {"attention_backend": "cpu", "dtype": "float32", "overlap": overlap, "block_size": 8}
     params = [replace(one, n=1, temperature=0.0) for one in work()]
     expected = run(make_engine(text_checkpoint(), **options), PROMPTS, params)

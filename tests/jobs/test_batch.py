@@ -27,6 +27,7 @@ from nanoengine.cli import main as cli
 from nanoengine.jobs import prefetch
 from nanoengine.jobs.job import Job
 from nanoengine.jobs.prefetch import Prefetcher
+from nanoengine.jobs.progress import time_left_s
 from nanoengine.jobs.record_log import PipeRecordLog
 from nanoengine.jobs.records import json_line
 from nanoengine.jobs.source import Input, Line
@@ -359,12 +360,12 @@ def test_parquet_and_zstd(batch: Batch) -> None:
     assert batch.run(batch.directory / "in.parquet", *GREEDY, output=output) == 1, batch.stderr
     found = parquet.read_table(output).to_pylist()
     assert [row["id"] for row in found] == [1, 2, 3], "in the order of the input"
-    assert [o["text"] for row in found for o in row["outputs"]] == [ANSWERS["one"], ANSWERS["dog"]]
-    assert "needs one of 'prompt'" in found[2]["error"]["message"]
+    assert [row["text"] for row in found] == [ANSWERS["one"], ANSWERS["dog"], None]
+    assert found[2]["error"].startswith("invalid_request in line 3: a prompt dict needs one of")
     assert found[0]["day"] == "2026-01-02"
     assert found[1]["score"] is None
     assert batch.run(batch.directory / "in.parquet", *GREEDY, output=output) == 1
-    assert "resumed                           3" in batch.stderr
+    assert batch.num_resumed == 3
     with pyarrow.output_stream(str(batch.directory / "z.jsonl.zst"), compression="zstd") as file:
         file.write(b'"one"\n"dog"\n')
     assert batch.run(batch.directory / "z.jsonl.zst", "--sort-output", *GREEDY) == 0
@@ -418,7 +419,7 @@ def test_a_csv_output_has_the_columns_of_the_input_and_the_answers(batch: Batch)
     assert (dog["text"], dog["output_text"], dog["finish_reason"]) == ("é", ANSWERS["dog"], "stop")
     assert bad["error"] == "unreadable_row in line 5: the row has 3 cells, but the header has 2"
     assert batch.run(source, "--prompt-column", "question", *GREEDY, output=output) == 1
-    assert "resumed                           3" in batch.stderr
+    assert batch.num_resumed == 3
 
 
 def test_columns_of_several_answers_are_numbered_and_openai_rows_have_their_id(
@@ -435,6 +436,24 @@ def test_columns_of_several_answers_are_numbered_and_openai_rows_have_their_id(
     assert found[0]["text_2"] and found[1]["finish_reason_1"] and not found[1]["text_2"]
 
 
+@pytest.mark.extra
+def test_parquet_has_the_columns_of_a_csv(batch: Batch) -> None:
+    """Regression: it had nested structs."""
+    parquet = pytest.importorskip("pyarrow.parquet")
+    rows = [{"prompt": "one", "n": 2, "temperature": 1.5}, {"prompt": "dog", "top_k": "x"}]
+    source = batch.write([*rows, {"prompt": "one", "text": [5], "logprobs": 1}])
+    for name in ("out.csv", "out.parquet"):
+        assert batch.run(source, output=batch.directory / name) == 1
+    table = parquet.read_table(batch.directory / "out.parquet")
+    (header, *rows) = csv.reader((batch.directory / "out.csv").open(newline=""))
+    assert header == table.column_names == [
+        "prompt", "n", "temperature", "top_k", "text", "logprobs", "text_1", "finish_reason_1",
+        "logprobs_1", "text_2", "finish_reason_2", "logprobs_2", "error"
+    ]  # fmt: skip
+    assert table["text"].to_pylist()[2] == [5] and table["n"].to_pylist() == [2, None, None]
+    assert [[str(x or "") for x in row.values()] for row in table.to_pylist()] == rows
+
+
 def test_a_csv_is_the_same_after_a_kill(batch: Batch) -> None:
     source = batch.write([{"prompt": w, "x": [i]} for i, w in enumerate(["one", "dog"] * 10)])
     output = batch.directory / "out.csv"
@@ -445,23 +464,71 @@ def test_a_csv_is_the_same_after_a_kill(batch: Batch) -> None:
         log.write_bytes(b"".join(lines[:7]) + lines[7][:20])
         output.unlink() if not is_there else None
         assert batch.run(source, *GREEDY, output=output) == 0, batch.stderr
-        assert "resumed                           7" in batch.stderr
+        assert batch.num_resumed == 7
         assert output.read_bytes() == whole
 
 
-def test_the_summary_counts_failures_by_code_and_empty_and_cut_answers(batch: Batch) -> None:
+def test_the_summary_says_where_the_output_is_and_what_failed(batch: Batch) -> None:
     """Regression: for 300 failed rows it only said "failed 300"."""
     rows = [{"prompt": "one"}, {"prompt": "one", "top_k": -5}, {"prompt": "one", "n": "x"}, "??"]
     source = batch.write([*rows, {"prompt": "one", "max_tokens": 1}, {"prompt_token_ids": [10**6]}])
-    assert batch.run(source, *GREEDY, "--summary-json", batch.directory / "s.json") == 1
-    assert f"2 rows failed with invalid_row, the first at {source}:2: top_k must be" in batch.stderr
-    assert f"1 rows failed with invalid_request, the first at {source}:6: " in batch.stderr
-    facts = json.loads((batch.directory / "s.json").read_text())
+    summary, output = batch.directory / "s.json", batch.directory / "out.csv"
+    args = (source, *GREEDY, "--summary-json", summary)
+    assert batch.run(*args, "--max-errors", "0", "--no-reorder", output=output) == 3
+    first = f"too many errors: 1 of 6 rows are in {output}.job.jsonl"
+    assert f"\n{first}\n0 rows were answered\n1 rows failed with" in batch.stderr
+    assert batch.run(*args, output=output) == 1
+    facts = json.loads(summary.read_text())
+    lines = [
+        f"complete: 6 of 6 rows are in {output}",
+        "1 rows ran in earlier runs, 1 of them failed",
+        "3 rows were answered",
+        "1 answers were cut at max_tokens: --max-tokens allows more",
+        "1 answers are empty: the model stopped at once; prompts had no chat template",
+        f"1 rows failed with invalid_row, the first at {source}:3: n must be ",
+        f"1 rows failed with invalid_request, the first at {source}:6: ",
+        f"{facts['output_tokens']} output tokens, {facts['output_tokens_per_s']:,} per second",
+        f"{facts['elapsed_s']:,.1f} s, after {facts['loading_s']:,.1f} s of loading",
+    ]
+    shown = batch.stderr.splitlines()[-len(lines) :]
+    assert all(map(str.startswith, shown, lines)), batch.stderr
     assert (facts["empty_answers"], facts["cut_answers"]) == (1, 1)
-    assert (facts["rows"], facts["answered"], facts["failed"]) == (6, 3, 3)
+    assert (facts["rows"], facts["answered"], facts["failed"]) == (6, 3, 2)
+    assert facts["reasons"]["invalid_row"][0] == 1 and facts["failed_before"] == 1
     assert facts["output_tokens"] > 1 and facts["ended"] == "complete"
-    assert "1 answers were cut at max_tokens" in batch.stderr
-    assert "1 answers are empty" in batch.stderr
+
+
+def test_a_complete_job_loads_no_model(batch: Batch, monkeypatch: Any) -> None:
+    """Regression: it loaded the model, and did not say that it ran nothing."""
+    source, output = batch.write(["one", "dog"], "in.txt"), batch.directory / "out.csv"
+    assert batch.run(source, *GREEDY, output=output) == 0
+    content = output.read_bytes()
+    monkeypatch.setattr("nanoengine.llm.LLM.__init__", None)
+    output.unlink()
+    assert batch.run(source, *GREEDY, output=output) == 0
+    assert output.read_bytes() == content
+    finished = "complete: earlier runs finished all 2 rows, 0 of them failed"
+    assert batch.stderr.startswith(f"{finished}; see {output}\nto run them again, name another")
+
+
+@pytest.mark.parametrize(
+    ("elapsed_s", "rows", "tokens", "expected"),
+    [
+        (10, (0, 29, 29), (290, 290), None),  # Nothing has been answered.
+        (10, (4, 25, 25), (20 + 250, 250), 10 * 250 / 270),  # Regression: the line said 0:00.
+        (10, (100, 20, 920), (10_000 + 1_000, 1_000), 10 * (1_000 + 900 * 100) / 11_000),
+        (10, (2, 64, 3), (20 + 15, 15), 10 * 15 / 35),  # A row may have several sequences.
+        (10, (2, 0, 3), (20, 0), 10 * 30 / 20),
+        (0.1, (99, 1, 1), (990, 2), 1),  # It never rounds to 0:00.
+        (10, (99, 1, 1), (990, 0), 1),
+        (10, (100, 0, 0), (990, 0), None),
+        (10, (5, 5, 5), (0, 0), None),  # Embeddings have no output tokens.
+    ],
+)
+def test_the_time_left_assumes_that_running_rows_have_half_of_their_tokens(
+    elapsed_s: float, rows: tuple[int, ...], tokens: tuple[int, int], expected: float | None
+) -> None:
+    assert time_left_s(elapsed_s, *rows, *tokens) == expected
 
 
 def test_inputs_without_rows_cause_a_warning(batch: Batch) -> None:
@@ -482,7 +549,7 @@ def test_the_same_command_resumes_after_the_last_complete_record(batch: Batch) -
         for torn in (b"", lines[-1][: len(lines[-1]) // 2], b"\0" * 50):
             batch.output.write_bytes(b"".join(lines[:kept]) + torn)
             assert batch.run(*args) == 0, batch.stderr
-            assert f"resumed {kept:>27}" in batch.stderr
+            assert batch.num_resumed == kept
             assert len(batch.by_row()) == 20
             assert sorted(batch.output.read_bytes().splitlines()) == sorted(
                 line.rstrip() for line in lines
@@ -543,9 +610,9 @@ def test_failed_rows_run_again_with_retry_errors(batch: Batch) -> None:
     source = batch.write(rows)
     assert batch.run(source) == 1
     assert batch.run(source) == 1
-    assert "resumed                           3" in batch.stderr
+    assert batch.num_resumed == 3
     assert batch.run(source, "--retry-errors") == 1
-    assert "resumed                           2" in batch.stderr
+    assert batch.num_resumed == 2
     assert len(batch.by_row()) == 3
 
 
@@ -582,7 +649,7 @@ def test_error_records_go_to_their_own_file_and_the_output_is_sorted(batch: Batc
     assert [row_of(record) for record in batch.records()] == [i for i in range(30) if i % 3 != 1]
     assert [row_of(record) for record in batch.records(errors)] == list(range(1, 30, 3))
     assert batch.run(*args) == 1
-    assert "resumed                          30" in batch.stderr
+    assert batch.num_resumed == 30
 
 
 def test_too_many_errors_stop_the_run(batch: Batch) -> None:
@@ -590,6 +657,7 @@ def test_too_many_errors_stop_the_run(batch: Batch) -> None:
     source = batch.write(rows)
     assert batch.run(source, "--max-errors", "3", "--no-reorder") == 3
     assert "4 rows failed, more than --max-errors 3;" in batch.stderr
+    assert batch.stderr.endswith("\nthe same command resumes the job\n")
     assert sum(record["error"] is not None for record in batch.records()) == 4
     assert batch.run(source, "--max-errors", "0", "--restart") == 3
     assert batch.run(source) == 1
@@ -671,10 +739,11 @@ def test_the_prefetch_of_stdin_is_bounded(monkeypatch: Any) -> None:
 
 
 def test_a_job_that_read_stdin_is_not_resumed(batch: Batch, monkeypatch: Any) -> None:
-    for code in (0, 2):
-        stdin = batch.write(["one"], "stdin").open("rb")
+    for code in (3, 2):
+        stdin = batch.write([{"prompt": 5}], "stdin").open("rb")
         monkeypatch.setattr("sys.stdin", type("Stdin", (), {"buffer": stdin}))
-        assert batch.run("-", *GREEDY) == code
+        assert batch.run("-", "--max-errors", "0", *GREEDY) == code
+        assert "the same command" not in batch.stderr
     assert "a job that reads stdin can't be resumed" in batch.stderr
 
 
@@ -758,7 +827,7 @@ def test_a_column_without_a_parquet_type_is_written_as_json(
     table = pyarrow.parquet.read_table(output)
     assert table["x"].to_pylist() == expected
     assert table["\\ud800"].to_pylist() == [1, 1]
-    assert [row[0]["text"] for row in table["outputs"].to_pylist()] == [ANSWERS["one"]] * 2
+    assert table["text"].to_pylist() == [ANSWERS["one"]] * 2
 
 
 # --- files of a job, and names that refer to other files -----------------------------------------
@@ -792,7 +861,7 @@ def test_a_link_stays_a_link(batch: Batch, monkeypatch: Any) -> None:
         assert batch.output.is_symlink()
         assert [row_of(record) for record in batch.records(store / "out.jsonl")] == [0, 2]
         assert [row_of(record) for record in batch.records(store / "e.jsonl")] == [1]
-    assert "resumed                           3" in batch.stderr
+    assert batch.num_resumed == 3
     assert batch.run(*args, "--restart") == 1, batch.stderr
     assert batch.output.is_symlink()
     assert [row_of(record) for record in batch.records(store / "out.1.jsonl")] == [0, 2]

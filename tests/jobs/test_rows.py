@@ -8,13 +8,10 @@ from typing import Any
 
 import pytest
 
-from nanoengine.core.request_options import check_options as check
-from nanoengine.errors import MissingDependencyError
 from nanoengine.jobs import rows as rows_module
 from nanoengine.jobs.prefetch import size_of
 from nanoengine.jobs.rows import RowOptions, RowReader, Task
 from nanoengine.jobs.source import Input, Line
-from nanoengine.settings.params import SamplingParams
 from tests.support.batch_jobs import Batch, chat, completion
 from tests.support.text_fixtures import CHAT_TEMPLATE
 
@@ -99,28 +96,6 @@ def test_the_size_of_a_row_approximates_its_memory() -> None:
     for content in (json.dumps(row).encode(), row):
         assert 0.8 * size < size_of(content) < 1.3 * size
     assert size_of(b'"text"') == 6
-
-
-def test_a_missing_package_fails_only_the_row_that_needs_it(
-    batch: Batch, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Regression: it ended the job, though other rows needed no package."""
-    is_there = False
-
-    def check_options(params: SamplingParams, *args: Any) -> SamplingParams:
-        if params.structured_outputs is not None and not is_there:
-            raise MissingDependencyError("structured_outputs need it: pip install 'it'")
-        return check(params, *args)
-
-    monkeypatch.setattr("nanoengine.core.request_options.check_options", check_options)
-    source = batch.write(["one", {"prompt": "one", "structured_outputs": {"choice": ["a"]}}, "one"])
-    found = batch.answers(source, "--temperature", "0", code=1)
-    assert [found[row]["error"] is None for row in range(3)] == [True, False, True]
-    assert found[1]["error"]["code"] == "invalid_request"
-    assert "pip install 'it'" in found[1]["error"]["message"]
-    is_there = True
-    assert batch.run(source, "--temperature", "0", "--retry-errors") == 0
-    assert "resumed                           2" in batch.stderr
 
 
 # --- fields without an effect ---------------------------------------------------------------------

@@ -150,10 +150,8 @@ def test_each_rank_compiles_its_own_grammars(monkeypatch: pytest.MonkeyPatch) ->
     two.close()
 
 
-@pytest.mark.extra
 def test_a_grammar_on_two_ranks_generates_the_tokens_of_one() -> None:
     """Runs on two processes; each compiles the grammar itself."""
-    pytest.importorskip("llguidance", reason="see the extra `structured`")
     prompts = random_prompts(5, [1, 9, 20], vocab_size=VOCAB_SIZE)
     params = [
         SamplingParams(

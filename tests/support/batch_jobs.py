@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,13 @@ class Batch:
         self.stderr = captured.err
         assert "Traceback" not in self.stderr
         return code
+
+    @property
+    def num_resumed(self) -> int:
+        """The number of rows that the last run found finished, according to its summary."""
+        summary = r"earlier runs finished all (\d+) rows|^(\d+) rows ran in earlier runs"
+        found = re.search(summary, self.stderr, re.MULTILINE)
+        return int(found[1] or found[2]) if found else 0
 
     def answers(
         self, rows: Any, *args: Any, code: int = 0, name: str = "in.jsonl"
