@@ -30,7 +30,6 @@ from nanoengine.text.load_tokenizer import find_chat_template
 
 if TYPE_CHECKING:
     from nanoengine.llm import LLM
-    from nanoengine.observe.watch import Watch
     from nanoengine.parallel.replicas import Replicas
 
 ALL_ANSWERED, SOME_FAILED, REFUSED, TOO_MANY_ERRORS, SOME_DIFFER = 0, 1, 2, 3, 4
@@ -60,7 +59,6 @@ class BatchArgs(JobOptions, EngineArgs):
         threads_per_replica: Cores per replica on a CPU; by default an equal share of all cores.
         replica_timeout: Kill a replica that has running rows and sends nothing for this time [s];
             other replicas run its rows.
-        watch: Draw the KV pool and the running sequences on the terminal while they change.
         verify: When the job is complete, run this many answered rows again, one at a time in a new
             engine, and compare: exit code 4 if a record differs.
         dry_run: Check all rows, report which ones would fail and the number of tokens, and write no
@@ -74,7 +72,6 @@ class BatchArgs(JobOptions, EngineArgs):
     replicas: int | None = None
     threads_per_replica: int | None = None
     replica_timeout: float = 1800.0
-    watch: bool = False
     verify: int | None = None
     dry_run: bool = False
 
@@ -90,8 +87,6 @@ class BatchArgs(JobOptions, EngineArgs):
             raise ConfigError("--threads-per-replica needs --replicas")
         if self.verify is not None and self.dry_run:
             raise ConfigError("--dry-run runs no rows that --verify could run again: give only one")
-        if self.watch and self.replicas is not None:
-            raise ConfigError("--watch does not support --replicas: remove one of them")
         # Why not super(): a dataclass with slots replaces the class that super() refers to.
         EngineArgs.__post_init__(self)
 
@@ -103,8 +98,6 @@ def main(args: BatchArgs, make_recorder: type[Recorder] = Recorder) -> int:
         make_recorder: the class of the maker of records.
     """
     started = time.perf_counter()
-    if args.watch:
-        require_terminal()
     options = engine_options(args)
     config = EngineConfig.from_kwargs(**options)
     job_options = row_options(JobOptions, args, config)
@@ -190,12 +183,7 @@ def run(job: Job, llm: LLM | Replicas, args: BatchArgs, signals: Signals, loadin
     from nanoengine.llm import LLM
 
     observers = llm.engine.observers if isinstance(llm, LLM) else llm.observers
-    display: Progress | Watch = progress
-    if args.watch:
-        from nanoengine.observe.watch import Watch
-
-        display = Watch(progress.line)
-    observers.append(display)
+    observers.append(progress)
     started, code, ended = time.perf_counter(), SOME_FAILED, "complete"
     try:
         if isinstance(llm, LLM):
@@ -218,8 +206,8 @@ def run(job: Job, llm: LLM | Replicas, args: BatchArgs, signals: Signals, loadin
         code, ended = stopped.code, "interrupted"
     finally:
         signals.work = None
-        display.close()
-        observers.remove(display)
+        progress.close()
+        observers.remove(progress)
     report(job, work.counts, ended, loading_s, time.perf_counter() - started)
     if code >= TOO_MANY_ERRORS and job.journal is not None and job.num_rows is not None:
         print("the same command resumes the job", file=sys.stderr)
@@ -229,9 +217,3 @@ def run(job: Job, llm: LLM | Replicas, args: BatchArgs, signals: Signals, loadin
 def model_reader_args(llm: LLM | Replicas, args: EngineArgs) -> Any:
     """The arguments of a `RowReader` after its options, for a model."""
     return reader_args(args.model, llm.config, llm.info, lambda: llm.tokenizer)
-
-
-def require_terminal() -> None:
-    """Raises ConfigError if stderr, on which --watch draws, is not a terminal."""
-    if not sys.stderr.isatty():
-        raise ConfigError("--watch needs a terminal, but stderr is not one: remove --watch")

@@ -6,7 +6,6 @@ terminal. A file, or stdin, is run as a job of `nanoengine batch` (cli/batch.py)
 
 from __future__ import annotations
 
-import contextlib
 import json
 import sys
 from dataclasses import dataclass, field
@@ -52,7 +51,6 @@ class GenerateArgs(EngineArgs):
         system: System message before each prompt that is sent as a user message.
         reasoning_parser: Parse the model's reasoning: vLLM's name of the parser, or auto.
         tool_call_parser: Parse tool calls in answers: vLLM's name of the parser, or auto.
-        watch: Draw the KV pool and the running sequences on the terminal while they change.
         json: Print records also on a terminal; elsewhere they are always printed.
     """
 
@@ -64,7 +62,6 @@ class GenerateArgs(EngineArgs):
     system: str | None = None
     reasoning_parser: str | None = None
     tool_call_parser: str | None = None
-    watch: bool = False
     json: bool = False
 
 
@@ -80,28 +77,20 @@ def main(args: GenerateArgs) -> int:
         return batch.main(_as_batch(args), make_recorder)
     if args.file is not None or args.output is not None:
         raise ConfigError("--file and --output can't be used with --prompt, which prints to stdout")
-    if args.watch:
-        batch.require_terminal()
     config = EngineConfig.from_kwargs(**engine_options(args))
     options = batch.row_options(RowOptions, args, config)
     if options.chat:
         CHATS.begin()  # Why here: the process starts while the model loads.
     from nanoengine.llm import LLM
 
-    with LLM(**engine_options(args)) as llm, contextlib.ExitStack() as stack:
+    with LLM(**engine_options(args)) as llm:
         print("sampling:", sampling_line(llm.config, llm.info, options.sampling), file=sys.stderr)
         reader = RowReader(options, *batch.model_reader_args(llm, args))
         tasks = [
             reader.task(Line(i, PROMPTS, i + 1, {"prompt": prompt}))
             for i, prompt in enumerate(args.prompt)
         ]
-        if args.watch:
-            from nanoengine.observe.watch import Watch
-
-            watch = Watch(lambda: f"{llm.engine.num_unfinished} of {len(tasks)} prompts are left")
-            stack.callback(watch.close)
-            llm.engine.observers.append(watch)
-        elif as_text and len(tasks) == tasks[0].params.n == 1 and not options.parses_output:
+        if as_text and len(tasks) == tasks[0].params.n == 1 and not options.parses_output:
             (task,) = tasks
             prompt = Row(task.prompt, sampling_params=task.params, key=task.key)
             for delta in llm.stream(prompt, kind="delta"):

@@ -93,7 +93,7 @@ def test_help_writes_types_and_choices_as_they_are_typed(
 ) -> None:
     shown = help_of("batch", "--help-all", capsys)
     for usage in (
-        "--watch ", "--reorder, --no-reorder ", "--seed INT ", "--kv-disk PATH ", "--stop STR ",
+        "--dry-run ", "--reorder, --no-reorder ", "--seed INT ", "--kv-disk PATH ", "--stop STR ",
         "--stop-token-ids INT ...", "--logit-bias INT FLOAT ...", "--dtype auto|... ",
         "--load-format auto|dummy", "--overlap True|False ",
     ):  # fmt: skip
