@@ -16,7 +16,14 @@ from typing import NamedTuple
 import torch
 
 from nanoengine.checkpoint.families import every_family
-from nanoengine.checkpoint.gguf import FLOATS, GGUFTensor, StoredRows, read_gguf, read_rows
+from nanoengine.checkpoint.gguf import (
+    FLOATS,
+    GGUFTensor,
+    StoredRows,
+    forget_header,
+    read_gguf,
+    read_rows,
+)
 from nanoengine.checkpoint.gguf_keys import Metadata
 from nanoengine.errors import UnsupportedModelError, WeightLoadError
 from nanoengine.settings.checks import join_names, quoted
@@ -244,6 +251,7 @@ def read_entries(
             found = transform(found)
         found = found.view(shape) if is_whole else found
         yield name, found[columns] if tensor.type in FLOATS else found
+    forget_header()  # A start reads weights last.
 
 
 def gguf_parts(path: Path) -> list[Path]:
