@@ -185,7 +185,7 @@ class LLMMixin:
             from nanoengine.features.output_parser import make_parser
 
             parsers = (reasoning_parser, tool_call_parser, tools, tool_choice)
-            template = chat_template or self.tokenizer.backend.chat_template
+            template = chat_template or self.tokenizer.chat_template
             form = make_parser(*parsers, lambda: template)
             params = sampling_params or self.default_sampling_params
             sampling_params = form.params(params) if form is not None else params

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from nanoengine.errors import RequestError
 from nanoengine.settings.checks import MAX_ERROR_CHARS, truncate
 from nanoengine.text.rendering import Renderer
+from nanoengine.text.tokenizer_file import TokenizerFile
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -21,7 +22,7 @@ CHATS = Renderer("chat")
 
 
 def render_conversation(
-    backend: PreTrainedTokenizerBase,
+    backend: PreTrainedTokenizerBase | TokenizerFile,
     messages: Sequence[dict[str, Any]],
     *,
     chat_template: str | None = None,
@@ -35,14 +36,16 @@ def render_conversation(
             "this model's tokenizer has no chat template: give chat_template (--chat-template), or"
             " pass the prompt as text"
         )
-    from transformers import PreTrainedTokenizerBase
-
     options |= {"tools": tools and list(map(_to_schema, tools)), "chat_template": chat_template}
     options["add_generation_prompt"] = add_generation_prompt
-    is_standard = type(backend).apply_chat_template is PreTrainedTokenizerBase.apply_chat_template
     try:
-        if not is_standard:  # Why: a tokenizer with its own method has no Jinja template.
-            return str(backend.apply_chat_template(list(messages), tokenize=False, **options))
+        if not isinstance(backend, TokenizerFile):
+            from transformers import PreTrainedTokenizerBase
+
+            standard = PreTrainedTokenizerBase.apply_chat_template
+            # Why: a tokenizer with its own method has no Jinja template.
+            if type(backend).apply_chat_template is not standard:
+                return str(backend.apply_chat_template(list(messages), tokenize=False, **options))
         special = backend.special_tokens_map
         return CHATS.render(backend.chat_template, special, list(messages), options)
     except Exception as error:  # Why all: templates are programs, and raise anything.
@@ -52,6 +55,8 @@ def render_conversation(
 
 def _to_schema(tool: Any) -> Any:
     """Converts a function to its JSON schema, which can be sent to another process."""
+    if not inspect.isroutine(tool):
+        return tool
     from transformers.utils import get_json_schema
 
-    return get_json_schema(tool) if inspect.isroutine(tool) else tool
+    return get_json_schema(tool)

@@ -172,10 +172,7 @@ def read_tokenizer(path: Path) -> TokenizerFile:
     """
     from nanoengine.checkpoint.gguf import read_gguf
 
-    metadata = read_gguf(path).metadata
-    found = make_tokenizer(metadata, path)
-    found.chat_template = metadata.get(TEMPLATE)
-    return found
+    return make_tokenizer(read_gguf(path).metadata, path)
 
 
 def make_tokenizer(metadata: Mapping[str, Any], path: Path) -> TokenizerFile:
@@ -203,7 +200,9 @@ def make_tokenizer(metadata: Mapping[str, Any], path: Path) -> TokenizerFile:
     names = keys.special_tokens()
     known = {"chat_template": keys.chat_templates(), "clean_up_tokenization_spaces": False, **names}
     load_full = functools.partial(_load_full, raw, str(path), known)
-    return TokenizerFile(raw, load_full, names.get("eos_token"))
+    found = TokenizerFile(raw, load_full, names)
+    found.chat_template = known["chat_template"]
+    return found
 
 
 class _Keys:

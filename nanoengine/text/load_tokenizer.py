@@ -136,7 +136,7 @@ def find_file(directory: Path) -> TokenizerFile | None:
         return None
     if not isinstance(model_type, str) or model_type not in MODEL_TYPES:
         return None
-    role_tokens = [config.get(key) for key in NAMED_TOKENS if config.get(key) is not None]
+    named = {key: config[key] for key in NAMED_TOKENS if config.get(key) is not None}
     extra = config.get("extra_special_tokens", [])
     known = NAMED_TOKENS | UNUSED_KEYS | {"backend", "tokenizer_class"}
     if (
@@ -144,8 +144,9 @@ def find_file(directory: Path) -> TokenizerFile | None:
         or config.get("backend") != "tokenizers"
         or config.keys() - known - {"extra_special_tokens"}
         or not isinstance(extra, list)
-        or not all(isinstance(token, str) for token in [*role_tokens, *extra])
-        or any((directory / name).exists() for name in OLD_FILES)
+        or not all(isinstance(token, str) for token in [*named.values(), *extra])
+        or not isinstance(config.get("chat_template") or "", str)
+        or any((directory / name).exists() for name in (*OLD_FILES, "additional_chat_templates"))
     ):
         return None
     from tokenizers import Tokenizer as RawTokenizer
@@ -159,10 +160,10 @@ def find_file(directory: Path) -> TokenizerFile | None:
     if raw.truncation is not None or raw.padding is not None or raw.post_processor is None:
         return None
     special = {t.content for t in raw.get_added_tokens_decoder().values() if t.special}
-    if not special.issuperset([*role_tokens, *extra]):
+    if not special.issuperset([*named.values(), *extra]):
         return None
     load_full = functools.partial(load_backend, str(directory))
-    return TokenizerFile(raw, load_full, config.get("eos_token"))
+    return TokenizerFile(raw, load_full, named)
 
 
 def _find_gguf(directory: Path) -> Path | None:

@@ -40,6 +40,7 @@ class Tokenizer:
 
     def __init__(self, backend: PreTrainedTokenizerBase | TokenizerFile) -> None:
         self._base = backend
+        self.added_tokens = {t.content: i for i, t in backend.added_tokens_decoder.items()}
         special_ids = {i for i, token in backend.added_tokens_decoder.items() if token.special}
         self.special_ids = frozenset(special_ids.union(backend.all_special_ids))
         self.eos_token, self.has_warned = backend.eos_token, False
@@ -129,10 +130,9 @@ class Tokenizer:
             RequestError: there is no template, or it raises an error, or it needs more time or
                 memory than `text/rendering.py` allows.
         """
-        from nanoengine.text.chat_template import CHATS, render_conversation
+        from nanoengine.text.chat_template import render_conversation
 
-        CHATS.begin()  # Why first: the process starts while the tokenizer loads.
-        return render_conversation(self.backend, messages, **options)
+        return render_conversation(self._base, messages, **options)
 
     def decode(
         self, token_ids: Sequence[int], *, skip_special_tokens: bool = True, anchored: bool = True
