@@ -50,7 +50,9 @@ def main(args: ChatArgs) -> None:
         import readline  # noqa: F401  # adds line editing and history
 
     from nanoengine.llm import LLM
+    from nanoengine.text.chat_template import CHATS
 
+    CHATS.begin()  # Why first: the process that renders chats starts while the model loads.
     with LLM(**engine_options(args)) as llm:
         print("sampling:", sampling_line(llm.config, llm.info, sampling), file=sys.stderr)
         unlimited = replace(llm.default_sampling_params, max_tokens=None)
