@@ -13,7 +13,6 @@ of ggml.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import mmap
 import os
@@ -134,10 +133,8 @@ def read_gguf(path: Path, *, keep: bool = True) -> GGUFFile:
             parts are missing or belong to another model.
         UnsupportedModelError: the version or the type of a tensor is not supported.
     """
-    state = None
-    with contextlib.suppress(OSError, ValueError):  # `_read_file` reports it
-        info = path.stat()
-        state = info.st_ino, info.st_size, info.st_mtime_ns, info.st_ctime_ns
+    info = path.stat() if path.exists() else None
+    state = info and (info.st_ino, info.st_size, info.st_mtime_ns, info.st_ctime_ns)
     found = GGUFFile(*map(dict, _read_parts(path, state)))
     if not keep:
         _read_parts.cache_clear()

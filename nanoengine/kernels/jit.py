@@ -31,7 +31,6 @@ from typing import Any
 import numba
 from numba.core.caching import FunctionCache
 from numba.core.compiler import CompileResult
-from numba.core.runtime.nrt import rtsys
 from numba.core.serialize import dumps
 from numba.extending import overload
 from numba.misc.appdirs import AppDirs
@@ -167,7 +166,8 @@ class KernelCache(FunctionCache):
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         """The compiled code for these types; None if it must be compiled."""
-        rtsys.initialize(target_context)  # Why not `refresh`: only compilation needs its imports.
+        # Why not `refresh`: its imports take 0.2 s, and only the compiler needs them.
+        numba.core.runtime.rtsys.initialize(target_context)
         for path in self._paths(self._file(sig, target_context)):
             try:
                 digest, data = (content := path.read_bytes())[:32], content[32:]

@@ -157,9 +157,6 @@ def read_blocks(type: str, rows: torch.Tensor) -> QuantizedWeight:
     if layout.high is not None:
         codes |= unpack_planes(parts["high"], layout.high) << bits
     weight = read_scales(type, rows)
-    if layout.groups is not None and "dm" in parts:
-        scales, mins = (n.flatten(1) for n in layout.groups(parts["scales"]))
-        weight = replace(weight, scales=scales, mins=mins)
     if layout.table:
         table = torch.tensor(layout.table, dtype=torch.int8)
         values = table.index_select(0, codes.flatten().int()).view(codes.shape)
@@ -170,6 +167,8 @@ def read_blocks(type: str, rows: torch.Tensor) -> QuantizedWeight:
     scales, mins = weight.scales, weight.mins
     if weight.factors is None:
         scales, mins = scales.float(), None if mins is None else mins.float()
+    elif layout.groups is not None and mins is not None:
+        scales, mins = (n.flatten(1) for n in layout.groups(parts["scales"]))
     return replace(weight, values=values.flatten(1), scales=scales, mins=mins)
 
 
@@ -183,8 +182,7 @@ def read_scales(type: str, rows: torch.Tensor) -> QuantizedWeight:
     layout, parts = LAYOUTS[type], _parts(type, rows)
     factors = block_floats(parts["d"])
     scales, mins, min_factors = factors, None, None
-    if layout.groups is not None:
-        factors = factors.float()
+    factors = factors if layout.groups is None else factors.float()
     if "dm" in parts:
         shape = *factors.shape[:2], TYPES[type].inputs // layout.group_size
         scales, mins = (torch.zeros((), dtype=d).expand(shape) for d in (torch.int8, torch.uint8))
@@ -192,8 +190,7 @@ def read_scales(type: str, rows: torch.Tensor) -> QuantizedWeight:
     elif layout.groups is not None:
         scales, mins = layout.groups(parts["scales"])
     elif "m" in parts:
-        mins = block_floats(parts["m"])
-        np.negative(mins.numpy(), out=mins.numpy())
+        mins = torch.from_numpy(-block_floats(parts["m"]).numpy())
     for values in (factors, mins, min_factors):
         if values is not None and not np.isfinite(values.numpy()).all():
             raise WeightLoadError(f"a scale or a min of its {type} blocks is NaN or infinite")

@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 from nanoengine.errors import RequestError
 from nanoengine.settings.checks import MAX_ERROR_CHARS, truncate
 from nanoengine.text.rendering import Renderer
-from nanoengine.text.tokenizer_file import TokenizerFile
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from nanoengine.text.tokenizer_file import TokenizerFile
 
 CHATS = Renderer("chat")
 
@@ -36,16 +37,14 @@ def render_conversation(
             "this model's tokenizer has no chat template: give chat_template (--chat-template), or"
             " pass the prompt as text"
         )
-    options |= {"tools": tools and list(map(_to_schema, tools)), "chat_template": chat_template}
+    tools = tools and [_to_schema(tool) if inspect.isroutine(tool) else tool for tool in tools]
+    options |= {"tools": tools, "chat_template": chat_template}
     options["add_generation_prompt"] = add_generation_prompt
+    method = getattr(backend, "apply_chat_template", None)
     try:
-        if not isinstance(backend, TokenizerFile):
-            from transformers import PreTrainedTokenizerBase
-
-            standard = PreTrainedTokenizerBase.apply_chat_template
-            # Why: a tokenizer with its own method has no Jinja template.
-            if type(backend).apply_chat_template is not standard:
-                return str(backend.apply_chat_template(list(messages), tokenize=False, **options))
+        # Why: a tokenizer with its own method has no Jinja template.
+        if method is not None and method.__module__ != "transformers.tokenization_utils_base":
+            return str(method(list(messages), tokenize=False, **options))
         special = backend.special_tokens_map
         return CHATS.render(backend.chat_template, special, list(messages), options)
     except Exception as error:  # Why all: templates are programs, and raise anything.
@@ -55,8 +54,6 @@ def render_conversation(
 
 def _to_schema(tool: Any) -> Any:
     """Converts a function to its JSON schema, which can be sent to another process."""
-    if not inspect.isroutine(tool):
-        return tool
     from transformers.utils import get_json_schema
 
     return get_json_schema(tool)

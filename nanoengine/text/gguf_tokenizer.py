@@ -198,11 +198,8 @@ def make_tokenizer(metadata: Mapping[str, Any], path: Path) -> TokenizerFile:
     single = [name for name in ("bos", "$A", "eos") if name == "$A" or name in dict(ends)]
     raw.post_processor = TemplateProcessing(single=single, special_tokens=ends)
     names = keys.special_tokens()
-    known = {"chat_template": keys.chat_templates(), "clean_up_tokenization_spaces": False, **names}
-    load_full = functools.partial(_load_full, raw, str(path), known)
-    found = TokenizerFile(raw, load_full, names)
-    found.chat_template = known["chat_template"]
-    return found
+    load_full = functools.partial(_load_full, raw, str(path), names)
+    return TokenizerFile(raw, load_full, names, keys.chat_templates())
 
 
 class _Keys:
@@ -327,10 +324,10 @@ def _sentencepiece_bpe(keys: _Keys) -> tuple[RawTokenizer, bool]:
         keys.reject("tokens", f"has too long tokens: their squared lengths exceed {MAX_SQUARES}")
     known = set(by_score)
     merges = [
-        (token[:cut], token[cut:])
+        (start, end)
         for token in by_score
         for cut in range(len(token) - 1, 0, -1)
-        if token[:cut] in known and token[cut:] in known
+        if (end := token[cut:]) in known and (start := token[:cut]) in known
     ]
     return _char_bpe(keys, merges, prefix=True), True
 
@@ -367,11 +364,12 @@ MODELS = {"gpt2": _byte_level, "llama": _sentencepiece_bpe, "gemma4": _gemma4_bp
 """Name in `tokenizer.ggml.model` -> the function that builds the tokenizer."""
 
 
-def _load_full(raw: RawTokenizer, name: str, known: dict[str, Any]) -> PreTrainedTokenizerBase:
-    """Converts the tokenizer to a transformers tokenizer, for chats and for `get_tokenizer`."""
+def _load_full(raw: RawTokenizer, name: str, names: dict[str, str]) -> PreTrainedTokenizerBase:
+    """Converts the tokenizer to a transformers tokenizer, for `get_tokenizer`."""
     from transformers import PreTrainedTokenizerFast
 
-    full = PreTrainedTokenizerFast(tokenizer_object=raw, **known)
+    options = {"clean_up_tokenization_spaces": False, **names}
+    full = PreTrainedTokenizerFast(tokenizer_object=raw, **options)
     # Why not an argument: with a large vocabulary, transformers would look up the name on the hub.
     full.name_or_path = name
     return full

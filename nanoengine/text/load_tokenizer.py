@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
     from nanoengine.checkpoint.config import ModelConfig
     from nanoengine.settings.config import EngineConfig
-    from nanoengine.text.tokenizer_file import LoadFull
 
 NAMED_TOKENS = {f"{role}_token" for role in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")}
 
@@ -68,16 +67,7 @@ def load_configured(config: EngineConfig) -> PreTrainedTokenizerBase | Tokenizer
         raise
     if config.chat_template is not None:
         found.chat_template = config.chat_template
-        if isinstance(found, TokenizerFile):
-            found.load_full = functools.partial(_load_with, config.chat_template, found.load_full)
     return found
-
-
-def _load_with(chat_template: str, load_full: LoadFull) -> PreTrainedTokenizerBase:
-    """Loads the transformers tokenizer, and replaces its chat template."""
-    full = load_full()
-    full.chat_template = chat_template
-    return full
 
 
 def find_or_load(name: str, trust_remote_code: bool) -> PreTrainedTokenizerBase | TokenizerFile:
@@ -100,8 +90,7 @@ def find_or_load(name: str, trust_remote_code: bool) -> PreTrainedTokenizerBase 
     found = find_file(directory)
     if found is None:
         return load_backend(name, trust_remote_code)
-    config, file = directory / "tokenizer_config.json", directory / "chat_template.jinja"
-    found.chat_template = read_object(config, ConfigError).get("chat_template")
+    file = directory / "chat_template.jinja"
     if file.is_file():
         found.chat_template = file.read_text(encoding="utf-8", errors="replace")
     return found
@@ -137,15 +126,14 @@ def find_file(directory: Path) -> TokenizerFile | None:
     if not isinstance(model_type, str) or model_type not in MODEL_TYPES:
         return None
     named = {key: config[key] for key in NAMED_TOKENS if config.get(key) is not None}
-    extra = config.get("extra_special_tokens", [])
+    extra, template = config.get("extra_special_tokens", []), config.get("chat_template") or ""
     known = NAMED_TOKENS | UNUSED_KEYS | {"backend", "tokenizer_class"}
     if (
         config.get("tokenizer_class") != "TokenizersBackend"
         or config.get("backend") != "tokenizers"
         or config.keys() - known - {"extra_special_tokens"}
         or not isinstance(extra, list)
-        or not all(isinstance(token, str) for token in [*named.values(), *extra])
-        or not isinstance(config.get("chat_template") or "", str)
+        or not all(isinstance(text, str) for text in [*named.values(), *extra, template])
         or any((directory / name).exists() for name in (*OLD_FILES, "additional_chat_templates"))
     ):
         return None
@@ -163,7 +151,7 @@ def find_file(directory: Path) -> TokenizerFile | None:
     if not special.issuperset([*named.values(), *extra]):
         return None
     load_full = functools.partial(load_backend, str(directory))
-    return TokenizerFile(raw, load_full, named)
+    return TokenizerFile(raw, load_full, named, template)
 
 
 def _find_gguf(directory: Path) -> Path | None:

@@ -75,8 +75,11 @@ class Tokenizer:
     @functools.cached_property
     def backend(self) -> PreTrainedTokenizerBase:
         """The transformers tokenizer, which is loaded at the first use."""
-        plain = self._base
-        return plain.load_full() if isinstance(plain, TokenizerFile) else plain
+        if not isinstance(self._base, TokenizerFile):
+            return self._base
+        full = self._base.load_full()
+        full.chat_template = self._base.chat_template
+        return full
 
     @property
     def chat_template(self) -> Any:

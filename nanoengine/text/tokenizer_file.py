@@ -23,19 +23,15 @@ class TokenizerFile:
 
     Args:
         load_full: loads the transformers tokenizer, which has all other methods.
-        special_tokens_map: role, such as "eos_token" -> the name of the token.
-
-    Attributes:
-        chat_template: the chat template of the checkpoint, or a dict of name -> template.
+        names: role, such as "eos_token" -> the name of the token.
+        chat_template: the chat template, or a dict of name -> template; None: there is none.
     """
 
-    chat_template: Any = None
-
     def __init__(
-        self, raw: RawTokenizer, load_full: LoadFull, special_tokens_map: dict[str, str]
+        self, raw: RawTokenizer, load_full: LoadFull, names: dict[str, str], chat_template: Any
     ) -> None:
-        self.load_full, self.special_tokens_map = load_full, special_tokens_map
-        self.eos_token = special_tokens_map.get("eos_token")
+        self.load_full, self.special_tokens_map = load_full, names
+        self.eos_token, self.chat_template = names.get("eos_token"), chat_template
         self.added_tokens_decoder: Mapping[int, AddedToken] = raw.get_added_tokens_decoder()
         self.all_special_ids: Sequence[int] = ()  # Why empty: all are in added_tokens_decoder.
         self.backend_tokenizer = raw
