@@ -364,11 +364,13 @@ MODELS = {"gpt2": _byte_level, "llama": _sentencepiece_bpe, "gemma4": _gemma4_bp
 """Name in `tokenizer.ggml.model` -> the function that builds the tokenizer."""
 
 
-def _load_full(raw: RawTokenizer, name: str, names: dict[str, str]) -> PreTrainedTokenizerBase:
+def _load_full(
+    raw: RawTokenizer, name: str, names: dict[str, str], template: Any
+) -> PreTrainedTokenizerBase:
     """Converts the tokenizer to a transformers tokenizer, for `get_tokenizer`."""
     from transformers import PreTrainedTokenizerFast
 
-    options = {"clean_up_tokenization_spaces": False, **names}
+    options = {"chat_template": template, "clean_up_tokenization_spaces": False, **names}
     full = PreTrainedTokenizerFast(tokenizer_object=raw, **options)
     # Why not an argument: with a large vocabulary, transformers would look up the name on the hub.
     full.name_or_path = name

@@ -150,8 +150,8 @@ def find_file(directory: Path) -> TokenizerFile | None:
     special = {t.content for t in raw.get_added_tokens_decoder().values() if t.special}
     if not special.issuperset([*named.values(), *extra]):
         return None
-    load_full = functools.partial(load_backend, str(directory))
-    return TokenizerFile(raw, load_full, named, template)
+    load_full = functools.partial(load_backend, str(directory), False)
+    return TokenizerFile(raw, load_full, named, template or None)
 
 
 def _find_gguf(directory: Path) -> Path | None:
@@ -163,8 +163,10 @@ def _find_gguf(directory: Path) -> Path | None:
     return find_gguf(directory)
 
 
-def load_backend(name: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """Loads a tokenizer with transformers."""
+def load_backend(
+    name: str, trust_remote_code: bool = False, chat_template: Any = None
+) -> PreTrainedTokenizerBase:
+    """Loads a tokenizer with transformers; `chat_template` replaces its own."""
     from transformers import AutoTokenizer
 
     try:
@@ -180,6 +182,7 @@ def load_backend(name: str, trust_remote_code: bool = False) -> PreTrainedTokeni
             f"{name!r} has no tokenizer: no tokenizer.json, tokenizer.model or vocab.json has a"
             f" vocabulary; {ADVICE}"
         )
+    found.chat_template = chat_template or found.chat_template
     return found
 
 

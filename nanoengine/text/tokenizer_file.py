@@ -15,23 +15,22 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer as RawTokenizer
     from transformers import PreTrainedTokenizerBase
 
-    LoadFull = Callable[[], PreTrainedTokenizerBase]
+    LoadFull = Callable[[Any], PreTrainedTokenizerBase]
+    Names = dict[str, str]
 
 
 class TokenizerFile:
     """The methods of a transformers tokenizer that are needed for text and chats.
 
     Args:
-        load_full: loads the transformers tokenizer, which has all other methods.
+        load_full: loads the transformers tokenizer, which has all other methods, with a template.
         names: role, such as "eos_token" -> the name of the token.
-        chat_template: the chat template, or a dict of name -> template; None: there is none.
+        template: the chat template, or a dict of name -> template; None: there is none.
     """
 
-    def __init__(
-        self, raw: RawTokenizer, load_full: LoadFull, names: dict[str, str], chat_template: Any
-    ) -> None:
+    def __init__(self, raw: RawTokenizer, load_full: LoadFull, names: Names, template: Any) -> None:
         self.load_full, self.special_tokens_map = load_full, names
-        self.eos_token, self.chat_template = names.get("eos_token"), chat_template
+        self.eos_token, self.chat_template = names.get("eos_token"), template
         self.added_tokens_decoder: Mapping[int, AddedToken] = raw.get_added_tokens_decoder()
         self.all_special_ids: Sequence[int] = ()  # Why empty: all are in added_tokens_decoder.
         self.backend_tokenizer = raw
