@@ -17,13 +17,11 @@ from nanoengine.text.rendering import Renderer
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from nanoengine.text.tokenizer_file import TokenizerFile
-
 CHATS = Renderer("chat")
 
 
 def render_conversation(
-    backend: PreTrainedTokenizerBase | TokenizerFile,
+    backend: PreTrainedTokenizerBase,
     messages: Sequence[dict[str, Any]],
     *,
     chat_template: str | None = None,
@@ -37,14 +35,14 @@ def render_conversation(
             "this model's tokenizer has no chat template: give chat_template (--chat-template), or"
             " pass the prompt as text"
         )
-    tools = tools and [_to_schema(tool) if inspect.isroutine(tool) else tool for tool in tools]
-    options |= {"tools": tools, "chat_template": chat_template}
+    from transformers import PreTrainedTokenizerBase
+
+    options |= {"tools": tools and list(map(_to_schema, tools)), "chat_template": chat_template}
     options["add_generation_prompt"] = add_generation_prompt
-    method = getattr(backend, "apply_chat_template", None)
+    is_standard = type(backend).apply_chat_template is PreTrainedTokenizerBase.apply_chat_template
     try:
-        # Why: a tokenizer with its own method has no Jinja template.
-        if method is not None and method.__module__ != "transformers.tokenization_utils_base":
-            return str(method(list(messages), tokenize=False, **options))
+        if not is_standard:  # Why: a tokenizer with its own method has no Jinja template.
+            return str(backend.apply_chat_template(list(messages), tokenize=False, **options))
         special = backend.special_tokens_map
         return CHATS.render(backend.chat_template, special, list(messages), options)
     except Exception as error:  # Why all: templates are programs, and raise anything.
@@ -56,4 +54,4 @@ def _to_schema(tool: Any) -> Any:
     """Converts a function to its JSON schema, which can be sent to another process."""
     from transformers.utils import get_json_schema
 
-    return get_json_schema(tool)
+    return get_json_schema(tool) if inspect.isroutine(tool) else tool

@@ -74,7 +74,7 @@ class Chats:
         variables = options.pop("chat_template_kwargs", {})
         chat_template, roles = options.get("chat_template"), [m["role"] for m in messages]
         if "developer" in roles:
-            template = str(chat_template or self._tokenizer.chat_template)
+            template = str(chat_template or self._tokenizer.backend.chat_template)
             known = "developer" if DEVELOPER.search(template) else "system"
             roles = [known if role == "developer" else role for role in roles]
             messages = [{**m, "role": role} for m, role in zip(messages, roles, strict=True)]

@@ -30,7 +30,7 @@ def turn_end_ids(tokenizer: Any, chat_template: str | None) -> tuple[int, ...]:
     Spaces before it are ignored. If the template does not close the last message, the result is the
     token between the assistant's message and the next message of the user.
     """
-    added = {token.content: i for i, token in tokenizer.base.added_tokens_decoder.items()}
+    added = {token.content: i for i, token in tokenizer.backend.added_tokens_decoder.items()}
     options = {"chat_template": chat_template, "add_generation_prompt": False}
     # Why the last message first: gpt-oss closes others with a token that also ends reasoning.
     for messages in [QUESTION, ANSWER], [QUESTION, ANSWER, QUESTION]:

@@ -172,7 +172,10 @@ def read_tokenizer(path: Path) -> TokenizerFile:
     """
     from nanoengine.checkpoint.gguf import read_gguf
 
-    return make_tokenizer(read_gguf(path).metadata, path)
+    metadata = read_gguf(path).metadata
+    found = make_tokenizer(metadata, path)
+    found.chat_template = metadata.get(TEMPLATE)
+    return found
 
 
 def make_tokenizer(metadata: Mapping[str, Any], path: Path) -> TokenizerFile:
@@ -198,8 +201,9 @@ def make_tokenizer(metadata: Mapping[str, Any], path: Path) -> TokenizerFile:
     single = [name for name in ("bos", "$A", "eos") if name == "$A" or name in dict(ends)]
     raw.post_processor = TemplateProcessing(single=single, special_tokens=ends)
     names = keys.special_tokens()
-    load_full = functools.partial(_load_full, raw, str(path), names)
-    return TokenizerFile(raw, load_full, names, keys.chat_templates())
+    known = {"chat_template": keys.chat_templates(), "clean_up_tokenization_spaces": False, **names}
+    load_full = functools.partial(_load_full, raw, str(path), known)
+    return TokenizerFile(raw, load_full, names.get("eos_token"))
 
 
 class _Keys:
@@ -364,14 +368,11 @@ MODELS = {"gpt2": _byte_level, "llama": _sentencepiece_bpe, "gemma4": _gemma4_bp
 """Name in `tokenizer.ggml.model` -> the function that builds the tokenizer."""
 
 
-def _load_full(
-    raw: RawTokenizer, name: str, names: dict[str, str], template: Any
-) -> PreTrainedTokenizerBase:
-    """Converts the tokenizer to a transformers tokenizer, for `get_tokenizer`."""
+def _load_full(raw: RawTokenizer, name: str, known: dict[str, Any]) -> PreTrainedTokenizerBase:
+    """Converts the tokenizer to a transformers tokenizer, for chats and for `get_tokenizer`."""
     from transformers import PreTrainedTokenizerFast
 
-    options = {"chat_template": template, "clean_up_tokenization_spaces": False, **names}
-    full = PreTrainedTokenizerFast(tokenizer_object=raw, **options)
+    full = PreTrainedTokenizerFast(tokenizer_object=raw, **known)
     # Why not an argument: with a large vocabulary, transformers would look up the name on the hub.
     full.name_or_path = name
     return full

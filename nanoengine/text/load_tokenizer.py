@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from nanoengine.checkpoint.config import ModelConfig
     from nanoengine.settings.config import EngineConfig
+    from nanoengine.text.tokenizer_file import LoadFull
 
 NAMED_TOKENS = {f"{role}_token" for role in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")}
 
@@ -67,7 +68,16 @@ def load_configured(config: EngineConfig) -> PreTrainedTokenizerBase | Tokenizer
         raise
     if config.chat_template is not None:
         found.chat_template = config.chat_template
+        if isinstance(found, TokenizerFile):
+            found.load_full = functools.partial(_load_with, config.chat_template, found.load_full)
     return found
+
+
+def _load_with(chat_template: str, load_full: LoadFull) -> PreTrainedTokenizerBase:
+    """Loads the transformers tokenizer, and replaces its chat template."""
+    full = load_full()
+    full.chat_template = chat_template
+    return full
 
 
 def find_or_load(name: str, trust_remote_code: bool) -> PreTrainedTokenizerBase | TokenizerFile:
@@ -90,7 +100,8 @@ def find_or_load(name: str, trust_remote_code: bool) -> PreTrainedTokenizerBase 
     found = find_file(directory)
     if found is None:
         return load_backend(name, trust_remote_code)
-    file = directory / "chat_template.jinja"
+    config, file = directory / "tokenizer_config.json", directory / "chat_template.jinja"
+    found.chat_template = read_object(config, ConfigError).get("chat_template")
     if file.is_file():
         found.chat_template = file.read_text(encoding="utf-8", errors="replace")
     return found
@@ -125,16 +136,16 @@ def find_file(directory: Path) -> TokenizerFile | None:
         return None
     if not isinstance(model_type, str) or model_type not in MODEL_TYPES:
         return None
-    named = {key: config[key] for key in NAMED_TOKENS if config.get(key) is not None}
-    extra, template = config.get("extra_special_tokens", []), config.get("chat_template") or ""
+    role_tokens = [config.get(key) for key in NAMED_TOKENS if config.get(key) is not None]
+    extra = config.get("extra_special_tokens", [])
     known = NAMED_TOKENS | UNUSED_KEYS | {"backend", "tokenizer_class"}
     if (
         config.get("tokenizer_class") != "TokenizersBackend"
         or config.get("backend") != "tokenizers"
         or config.keys() - known - {"extra_special_tokens"}
         or not isinstance(extra, list)
-        or not all(isinstance(text, str) for text in [*named.values(), *extra, template])
-        or any((directory / name).exists() for name in (*OLD_FILES, "additional_chat_templates"))
+        or not all(isinstance(token, str) for token in [*role_tokens, *extra])
+        or any((directory / name).exists() for name in OLD_FILES)
     ):
         return None
     from tokenizers import Tokenizer as RawTokenizer
@@ -148,10 +159,10 @@ def find_file(directory: Path) -> TokenizerFile | None:
     if raw.truncation is not None or raw.padding is not None or raw.post_processor is None:
         return None
     special = {t.content for t in raw.get_added_tokens_decoder().values() if t.special}
-    if not special.issuperset([*named.values(), *extra]):
+    if not special.issuperset([*role_tokens, *extra]):
         return None
-    load_full = functools.partial(load_backend, str(directory), False)
-    return TokenizerFile(raw, load_full, named, template or None)
+    load_full = functools.partial(load_backend, str(directory))
+    return TokenizerFile(raw, load_full, config.get("eos_token"))
 
 
 def _find_gguf(directory: Path) -> Path | None:
@@ -163,10 +174,8 @@ def _find_gguf(directory: Path) -> Path | None:
     return find_gguf(directory)
 
 
-def load_backend(
-    name: str, trust_remote_code: bool = False, chat_template: Any = None
-) -> PreTrainedTokenizerBase:
-    """Loads a tokenizer with transformers; `chat_template` replaces its own."""
+def load_backend(name: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """Loads a tokenizer with transformers."""
     from transformers import AutoTokenizer
 
     try:
@@ -182,7 +191,6 @@ def load_backend(
             f"{name!r} has no tokenizer: no tokenizer.json, tokenizer.model or vocab.json has a"
             f" vocabulary; {ADVICE}"
         )
-    found.chat_template = chat_template or found.chat_template
     return found
 
 

@@ -39,7 +39,7 @@ class Tokenizer:
     """A tokenizer of transformers or tokenizers, with the operations that the engine needs."""
 
     def __init__(self, backend: PreTrainedTokenizerBase | TokenizerFile) -> None:
-        self.base = backend
+        self._base = backend
         special_ids = {i for i, token in backend.added_tokens_decoder.items() if token.special}
         self.special_ids = frozenset(special_ids.union(backend.all_special_ids))
         self.eos_token, self.has_warned = backend.eos_token, False
@@ -74,13 +74,13 @@ class Tokenizer:
     @functools.cached_property
     def backend(self) -> PreTrainedTokenizerBase:
         """The transformers tokenizer, which is loaded at the first use."""
-        plain = self.base
-        return plain.load_full(plain.chat_template) if isinstance(plain, TokenizerFile) else plain
+        plain = self._base
+        return plain.load_full() if isinstance(plain, TokenizerFile) else plain
 
     @property
     def chat_template(self) -> Any:
         """The chat template, or a dict of name -> template; None: there is none."""
-        return self.base.chat_template
+        return self._base.chat_template
 
     def definition(self) -> str:
         """The tokenizer in the format of tokenizer.json, with all its added tokens.
@@ -88,9 +88,9 @@ class Tokenizer:
         Raises:
             RequestError: this kind of tokenizer can't be written in that format.
         """
-        raw = getattr(self.base, "backend_tokenizer", None)
+        raw = getattr(self._base, "backend_tokenizer", None)
         if raw is None:
-            kind = type(self.base).__name__
+            kind = type(self._base).__name__
             raise RequestError(f"the tokenizer, a {kind}, is not from the tokenizers library")
         return str(raw.to_str())
 
@@ -102,7 +102,7 @@ class Tokenizer:
                 expression of the tokenizer fails.
         """
         try:
-            token_ids = list(self.base.encode(text, add_special_tokens=add_special_tokens))
+            token_ids = list(self._base.encode(text, add_special_tokens=add_special_tokens))
         except (TypeError, UnicodeError) as error:
             raise RequestError(f"the text can't be encoded as UTF-8: {error!s:.200}") from error
         except BaseException as error:
@@ -129,9 +129,10 @@ class Tokenizer:
             RequestError: there is no template, or it raises an error, or it needs more time or
                 memory than `text/rendering.py` allows.
         """
-        from nanoengine.text.chat_template import render_conversation
+        from nanoengine.text.chat_template import CHATS, render_conversation
 
-        return render_conversation(self.base, messages, **options)
+        CHATS.begin()  # Why first: the process starts while the tokenizer loads.
+        return render_conversation(self.backend, messages, **options)
 
     def decode(
         self, token_ids: Sequence[int], *, skip_special_tokens: bool = True, anchored: bool = True
@@ -168,9 +169,9 @@ class Tokenizer:
 
     def token_id(self, name: str | None) -> int | None:
         """The id of the token with this name; None: there is none."""
-        found = self.base.convert_tokens_to_ids(name) if name else None
+        found = self._base.convert_tokens_to_ids(name) if name else None
         # Why check: for a missing name, the result is None or the id of <unk>.
-        known = isinstance(found, int) and self.base.convert_ids_to_tokens(found) == name
+        known = isinstance(found, int) and self._base.convert_ids_to_tokens(found) == name
         return found if known else None
 
     def token_text(self, token_id: int) -> str:
@@ -187,7 +188,7 @@ class Tokenizer:
 
     def _raw(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         # Why no clean-up: it replaces " ." by ".", which changes the output of the model.
-        text = self.base.decode(
+        text = self._base.decode(
             list(token_ids),
             skip_special_tokens=skip_special_tokens,
             clean_up_tokenization_spaces=False,

@@ -1,8 +1,8 @@
 """TokenizerFile: a tokenizer that needs only the tokenizers library.
 
-Why: importing transformers takes longer than starting the engine with a small model. Text and
-chats need only a GGUF file or a tokenizer.json, if transformers would encode it in the same way,
-which load_tokenizer.py checks. `tokenizer.py` calls it.
+Why: importing transformers takes longer than starting the engine with a small model. Plain text
+needs only a GGUF file or a tokenizer.json, if transformers would encode it in the same way, which
+load_tokenizer.py checks. `tokenizer.py` calls it.
 """
 
 from __future__ import annotations
@@ -15,22 +15,24 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer as RawTokenizer
     from transformers import PreTrainedTokenizerBase
 
-    LoadFull = Callable[[Any], PreTrainedTokenizerBase]
-    Names = dict[str, str]
+    LoadFull = Callable[[], PreTrainedTokenizerBase]
 
 
 class TokenizerFile:
-    """The methods of a transformers tokenizer that are needed for text and chats.
+    """The methods of a transformers tokenizer that are needed for plain text.
 
     Args:
-        load_full: loads the transformers tokenizer, which has all other methods, with a template.
-        names: role, such as "eos_token" -> the name of the token.
-        template: the chat template, or a dict of name -> template; None: there is none.
+        load_full: loads the transformers tokenizer, which has all other methods.
+        eos_token: the name of the EOS token; None: there is none.
+
+    Attributes:
+        chat_template: the chat template of the checkpoint, unchanged.
     """
 
-    def __init__(self, raw: RawTokenizer, load_full: LoadFull, names: Names, template: Any) -> None:
-        self.load_full, self.special_tokens_map = load_full, names
-        self.eos_token, self.chat_template = names.get("eos_token"), template
+    chat_template: Any = None
+
+    def __init__(self, raw: RawTokenizer, load_full: LoadFull, eos_token: str | None) -> None:
+        self.load_full, self.eos_token = load_full, eos_token
         self.added_tokens_decoder: Mapping[int, AddedToken] = raw.get_added_tokens_decoder()
         self.all_special_ids: Sequence[int] = ()  # Why empty: all are in added_tokens_decoder.
         self.backend_tokenizer = raw

@@ -405,7 +405,6 @@ def test_chat_templates_of_the_file_are_rendered(tmp_path: Path) -> None:
     talk = "<s><|user|>go home</s><|assistant|>it is late</s>"
     assert tokenizer.render_chat(TALK, add_generation_prompt=False) == talk
     assert tokenizer.render_chat(TALK, tools=[{"name": "clock"}]) == "clock"
-    assert "backend" not in vars(tokenizer), "the transformers tokenizer is not loaded"
     for text in (talk, " naïve  café<tool>"):
         assert tokenizer.backend(text)["input_ids"] == tokenizer.encode(text)
     assert tokenizer.backend.name_or_path == str(tmp_path / "m.gguf")
