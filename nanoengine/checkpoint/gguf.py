@@ -133,8 +133,7 @@ def read_gguf(path: Path, *, keep: bool = True) -> GGUFFile:
             parts are missing or belong to another model.
         UnsupportedModelError: the version or the type of a tensor is not supported.
     """
-    info = path.stat() if path.exists() else None
-    state = info and (info.st_ino, info.st_size, info.st_mtime_ns, info.st_ctime_ns)
+    state = path.exists() and (path.stat().st_size, path.stat().st_mtime_ns)
     found = GGUFFile(*map(dict, _read_parts(path, state)))
     if not keep:
         _read_parts.cache_clear()

@@ -182,7 +182,6 @@ def read_scales(type: str, rows: torch.Tensor) -> QuantizedWeight:
     layout, parts = LAYOUTS[type], _parts(type, rows)
     factors = block_floats(parts["d"])
     scales, mins, min_factors = factors, None, None
-    factors = factors if layout.groups is None else factors.float()
     if "dm" in parts:
         shape = *factors.shape[:2], TYPES[type].inputs // layout.group_size
         scales, mins = (torch.zeros((), dtype=d).expand(shape) for d in (torch.int8, torch.uint8))
@@ -203,7 +202,7 @@ def read_scales(type: str, rows: torch.Tensor) -> QuantizedWeight:
         lowest=None if mins is None else 0,
         table=layout.table,
         mins=None if mins is None else mins.flatten(1),
-        factors=None if layout.groups is None else factors.flatten(1),
+        factors=None if layout.groups is None else factors.float().flatten(1),
         min_factors=None if min_factors is None else min_factors.flatten(1),
     )
 
