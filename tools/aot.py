@@ -1,12 +1,13 @@
 """Writes the list of functions that are compiled at installation: `python tools/aot.py`.
 
-It runs the demo model in the usual configurations, and writes the argument types of each kernel
-call to `nanoengine/kernels/aot.txt`. A test compares: run it when a kernel's arguments have
-changed. With `--check` it only prints the differences.
+It runs the demo model in the usual configurations and small GGUF files of all common types, and
+writes the argument types of each kernel call to `nanoengine/kernels/aot.txt`. A test compares: run
+it when a kernel's arguments have changed. With `--check` it only prints the differences.
 """
 
 from __future__ import annotations
 
+import re
 import sys
 import tempfile
 from itertools import product
@@ -21,15 +22,26 @@ from nanoengine.assets import demo_model_path
 from nanoengine.kernels.aot import TABLE
 from nanoengine.kernels.linking import Kernel
 from nanoengine.layers import packed
+from tests.support.gguf_files import make_gguf
 
 PROMPT = {"prompt_token_ids": list(range(1, 9))}
 GREEDY = SamplingParams(max_tokens=3, temperature=0)
 SAMPLED = SamplingParams(max_tokens=3, temperature=0.8, top_p=0.9, seed=1)
-LINES = (
-    "pack_groupwise.pack_lines (Array({}, 2, 'C', False, aligned=True),"
-    " Array(uint8, 1, 'C', False, aligned=True), int64, int64, int64, int64, int64, int64, int64)"
-)
-"""K types of GGUF files; the package contains no such file."""
+TYPES = (
+    "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL",
+    "IQ4_XS",
+)  # fmt: skip
+LAYERS = ["full_attention", "sliding_attention"]
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {}, "qwen2": {}, "qwen3": {}, "gemma3": {"layer_types": LAYERS * (len(TYPES) // 2)},
+}  # fmt: skip
+"""Dense models with and without biases, norms of heads and post-norms -> fields of the config."""
+
+
+def type_of(name: str) -> str:
+    """The type of a matrix in a file that has all types, one per layer."""
+    layer = re.match(r"blk\.(\d+)", name)
+    return TYPES[int(layer[1])] if layer else "Q6_K"
 
 
 def run(model: Path, **form: Any) -> None:
@@ -42,7 +54,6 @@ def run(model: Path, **form: Any) -> None:
 def signatures() -> list[str]:
     """The lines of the list."""
     called: set[str] = {"pool.serve (int64,)"}  # compiled in advance by threads
-    called |= {LINES.format(kind) for kind in ("float32", "int8", "uint8")}
     ask = Kernel._compile_for_args
 
     def note(kernel: Kernel, *arguments: Any, **kws: Any) -> Any:
@@ -57,6 +68,12 @@ def signatures() -> list[str]:
     with tempfile.TemporaryDirectory() as directory:
         write_shape("tiny", Path(directory))  # in float32; the demo model is in bfloat16
         run(Path(directory), dtype="float32", load_format="dummy")
+        size = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": len(TYPES)}
+        size |= {"num_attention_heads": 4, "head_dim": 64}
+        for family, fields in FAMILIES.items():
+            path = Path(directory, f"{family}.gguf")
+            make_gguf(path, family, types=type_of, **size, **fields)
+            run(path, dtype="float32")
     for dtype in ("float32", "bfloat16"):
         run(demo_model_path(), dtype=dtype)
     return sorted(called)

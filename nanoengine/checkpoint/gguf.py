@@ -13,6 +13,7 @@ of ggml.
 
 from __future__ import annotations
 
+import functools
 import mmap
 import os
 import re
@@ -120,9 +121,10 @@ class GGUFFile(NamedTuple):
     tensors: dict[str, GGUFTensor]
 
 
-def read_gguf(path: Path) -> GGUFFile:
+def read_gguf(path: Path, *, keep: bool = True) -> GGUFFile:
     """Reads the header of a file. If the file is a part of a set, reads the headers of all parts;
-    the metadata are the first part's.
+    the metadata are the first part's. A start needs them four times, so with `keep` they are kept
+    for the next call, unless the file changes.
 
     Perf: 0.1 s for a vocabulary of 150,000 with 250,000 merges (one core).
 
@@ -131,6 +133,16 @@ def read_gguf(path: Path) -> GGUFFile:
             parts are missing or belong to another model.
         UnsupportedModelError: the version or the type of a tensor is not supported.
     """
+    state = path.exists() and (path.stat().st_size, path.stat().st_mtime_ns)
+    found = GGUFFile(*map(dict, _read_parts(path, state)))
+    if not keep:
+        _read_parts.cache_clear()
+    return found
+
+
+@functools.lru_cache(maxsize=1)
+def _read_parts(path: Path, state: object) -> GGUFFile:
+    """See `read_gguf`; `state` changes with the file."""
     requested = _read_file(path)
     parts = _parts(path, requested.metadata)
     files = [requested if part == path else _read_file(part) for part in parts]

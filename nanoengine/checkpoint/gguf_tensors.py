@@ -78,7 +78,7 @@ class Entry(NamedTuple):
 
 
 class GGUFModel:
-    """One GGUF file, or set of files, of a supported architecture.
+    """One GGUF file, or set of files, of a supported architecture. `keep`: see `read_gguf`.
 
     Attributes:
         architecture: the name that a config.json of this model has in `architectures`.
@@ -89,8 +89,8 @@ class GGUFModel:
         WeightLoadError: the file is damaged.
     """
 
-    def __init__(self, path: Path) -> None:
-        raw, self.tensors = read_gguf(path)
+    def __init__(self, path: Path, *, keep: bool = True) -> None:
+        raw, self.tensors = read_gguf(path, keep=keep)
         self.metadata = metadata = Metadata(path, raw, self.tensors)
         kind, every = metadata.read("general.type", str, "model"), every_family()
         known = sorted({name for family in every.values() for name in family.gguf})
@@ -228,7 +228,7 @@ def read_entries(
 ) -> Iterator[tuple[str, torch.Tensor | StoredRows]]:
     """See `read_tensors`. For a quantized tensor it yields StoredRows: whole rows, which are read
     when they are sliced."""
-    entries = GGUFModel(path).entries()
+    entries = GGUFModel(path, keep=False).entries()  # A start reads the weights last.
     for name, part in parts.items():
         tensor, shape, transforms = entries[name]
         first, last, columns = 0, tensor.num_rows, part

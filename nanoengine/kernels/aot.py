@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import importlib
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,17 +36,13 @@ def main(order: str, name: str | None = None) -> None:
     jit.BUILT = jit.cache_dirs()[0]  # Why: previously built code may be deleted after this.
     operands = cpu_decoder.Attention, cpu_decoder.GatedMLP, cpu_decoder.LayerTail
     names: dict[str, Any] = {**vars(types), "ArgumentTableType": argument_table.ArgumentTableType}
-    names |= {operand.__name__: partial(_named_tuple, operand) for operand in operands}
+    names |= {k.__name__: lambda *fields, kind=k: types.NamedTuple(fields, kind) for k in operands}
     lines = TABLE.read_text(encoding="utf-8").splitlines()
     for line in lines if order == "forwards" else reversed(lines):
         qualified_name, _, signature = line.partition(" ")
         module_name, _, kernel_name = qualified_name.rpartition(".")
         module = importlib.import_module(f"nanoengine.kernels.{module_name}")
         getattr(module, kernel_name).compile(eval(signature, names))
-
-
-def _named_tuple(kind: type, *fields: types.Type) -> types.Type:
-    return types.NamedTuple(fields, kind)
 
 
 if __name__ == "__main__":

@@ -108,7 +108,7 @@ def _iq4_xs_scales(scales: torch.Tensor) -> Scales:
 
 def _q6_k_scales(scales: torch.Tensor) -> Scales:
     """A byte is a scale."""
-    return scales.contiguous().view(torch.int8), None
+    return torch.from_numpy(scales.numpy().copy()).view(torch.int8), None
 
 
 def _q8_k_scales(sums: torch.Tensor) -> Scales:
@@ -167,26 +167,33 @@ def read_blocks(type: str, rows: torch.Tensor) -> QuantizedWeight:
     scales, mins = weight.scales, weight.mins
     if weight.factors is None:
         scales, mins = scales.float(), None if mins is None else mins.float()
+    elif layout.groups is not None and mins is not None:
+        scales, mins = (n.flatten(1) for n in layout.groups(parts["scales"]))
     return replace(weight, values=values.flatten(1), scales=scales, mins=mins)
 
 
 def read_scales(type: str, rows: torch.Tensor) -> QuantizedWeight:
-    """As `read_blocks` without the values, whose tensor has the right shape but no memory. Scales
-    of one level stay float16 if the file stores float16."""
+    """As `read_blocks` without the values and the integer scales and mins, which `StoredCodes` has:
+    their tensors have the right shape but no memory. Scales of one level stay float16 if the file
+    stores float16.
+
+    Why NumPy here: torch splits such small operations between threads, which then spin.
+    """
     layout, parts = LAYOUTS[type], _parts(type, rows)
     factors = block_floats(parts["d"])
     scales, mins, min_factors = factors, None, None
-    if layout.groups is not None:
-        factors = factors.float()
-        scales, mins = layout.groups(parts["scales"])
     if "dm" in parts:
+        shape = *factors.shape[:2], TYPES[type].inputs // layout.group_size
+        scales, mins = (torch.zeros((), dtype=d).expand(shape) for d in (torch.int8, torch.uint8))
         min_factors = block_floats(parts["dm"]).float()
+    elif layout.groups is not None:
+        scales, mins = layout.groups(parts["scales"])
     elif "m" in parts:
-        mins = -block_floats(parts["m"])
+        mins = torch.from_numpy(-block_floats(parts["m"]).numpy())
     for values in (factors, mins, min_factors):
-        if values is not None and not values.isfinite().all():
+        if values is not None and not np.isfinite(values.numpy()).all():
             raise WeightLoadError(f"a scale or a min of its {type} blocks is NaN or infinite")
-    count = scales.shape[1] * TYPES[type].inputs
+    count = factors.shape[1] * TYPES[type].inputs
     return QuantizedWeight(
         values=torch.zeros((), dtype=torch.int8).expand(len(rows), count),
         scales=scales.flatten(1),
@@ -195,7 +202,7 @@ def read_scales(type: str, rows: torch.Tensor) -> QuantizedWeight:
         lowest=None if mins is None else 0,
         table=layout.table,
         mins=None if mins is None else mins.flatten(1),
-        factors=None if layout.groups is None else factors.flatten(1),
+        factors=None if layout.groups is None else factors.float().flatten(1),
         min_factors=None if min_factors is None else min_factors.flatten(1),
     )
 
@@ -214,17 +221,21 @@ class StoredCodes(NamedTuple):
         size: bytes per block.
         positions: uint64 [C, 4]: byte and shift of the low bits of code 4 i, then of its high bits.
         widths: bits of the low part of a code, and of the high part.
+        group_scales: as `pack_group_scales`; None: in the `QuantizedWeight`.
     """
 
     rows: np.ndarray
     size: int
     positions: np.ndarray
     widths: tuple[int, int]
+    group_scales: torch.Tensor | None = None
 
 
 def stored_codes(type: str, rows: torch.Tensor) -> StoredCodes:
     """Returns rows of a quantized type as `StoredCodes`, without unpacking them."""
-    return StoredCodes(rows.numpy(), TYPES[type].bytes, *_code_positions(type))
+    parts = _parts(type, rows)
+    scales = torch.from_numpy(parts["scales"].numpy().copy()) if "dm" in parts else None
+    return StoredCodes(rows.numpy(), TYPES[type].bytes, *_code_positions(type), scales)
 
 
 @functools.cache
@@ -247,5 +258,5 @@ def block_floats(values: torch.Tensor) -> torch.Tensor:
     stored power of two, because `E2M1` has doubled values; the byte 255 is NaN."""
     if values.shape[2] == 1:
         return torch.tensor([*(2.0 ** (e - 128) for e in range(255)), math.nan])[values.int()]
-    stored = {2: torch.float16, 4: torch.float32}[values.shape[2]]
-    return values.contiguous().view(stored)
+    stored = {2: np.float16, 4: np.float32}[values.shape[2]]
+    return torch.from_numpy(np.ascontiguousarray(values.numpy().view(stored)))

@@ -241,7 +241,7 @@ def pack(
         values = F.pad(values, (0, -inputs % UNIT)) if inputs % UNIT else values
         codes = StoredCodes(values.contiguous().numpy(), UNIT, BYTES, (8, 0))
         flip = (1 << form.bits - 1) * 0x01010101 if form.centered and not form.is_signed else 0
-    pack_codes(*codes, whole, start + 4 * lane, step, header, form.bits, flip, num_workers())
+    pack_codes(*codes[:4], whole, start + 4 * lane, step, header, form.bits, flip, num_workers())
     offsets = weight.zeros if form.offset == ZEROS else weight.mins
     factors, stride, place = torch.ones(len(weight.values), 1), PANEL, start + LINE
     if form.levels == 2:
@@ -250,7 +250,9 @@ def pack(
         if offsets is not None:
             assert weight.min_factors is not None
             factors, halves = _float16_bits([weight.factors, weight.min_factors])
-            packed = pack_group_scales(weight.scales, offsets, UNITS * form.halves)
+            packed = codes.group_scales
+            if packed is None:
+                packed = pack_group_scales(weight.scales, offsets, UNITS * form.halves)
             lines = [*((n, 1) for n in halves), (packed.flatten(1), packed.shape[2])]
     else:
         factors, halves = _float16_bits(

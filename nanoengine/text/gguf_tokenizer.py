@@ -327,10 +327,10 @@ def _sentencepiece_bpe(keys: _Keys) -> tuple[RawTokenizer, bool]:
         keys.reject("tokens", f"has too long tokens: their squared lengths exceed {MAX_SQUARES}")
     known = set(by_score)
     merges = [
-        (token[:cut], token[cut:])
+        (start, end)
         for token in by_score
         for cut in range(len(token) - 1, 0, -1)
-        if token[:cut] in known and token[cut:] in known
+        if (end := token[cut:]) in known and (start := token[:cut]) in known
     ]
     return _char_bpe(keys, merges, prefix=True), True
 

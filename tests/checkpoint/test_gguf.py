@@ -477,6 +477,8 @@ def test_the_maximum_number_of_strings_applies_to_all_arrays_together(tmp_path, 
     monkeypatch.setattr("nanoengine.checkpoint.gguf.MAX_STRINGS", 8)  # includes key names
     assert read_gguf(path).metadata["y"] == ["a", "b", "c"]
     monkeypatch.setattr("nanoengine.checkpoint.gguf.MAX_STRINGS", 7)
+    assert "y" in read_gguf(path).metadata, "a header that has not changed is not read again"
+    os.utime(path, ns=(0, 0))
     message = "'y': with its 3 strings, there are 8; the maximum is 7"
     with pytest.raises(WeightLoadError, match=message):
         read_gguf(path)

@@ -122,6 +122,8 @@ def test_a_process_reports_compilation_and_is_silent_if_it_finds_the_code(
     assert before == f"compiling kernels for {CURRENT.name}, once: the code is cached in {place}"
     assert re.fullmatch(r"compiled 2 kernels in \d+\.\d s", after)
     assert messages(start(source)) == []
+    imports = USE + "; import sys; print('numba.np.linalg' in sys.modules)"
+    assert messages(start(source, imports), "42 8\nFalse\n") == [], "no module of the compiler"
     other_types = "import kernel; print(kernel.double(1.5))"
     assert "compiled 1 kernels" in messages(start(source, other_types), "3.0\n")[1]
 

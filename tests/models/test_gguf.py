@@ -226,7 +226,7 @@ def test_braces_in_a_tensor_name_are_not_a_layer_index(
     file = read_gguf(tmp_path / "m.gguf")
     tensors = {name.replace("blk.1.", f"blk.{layer}."): it for name, it in file.tensors.items()}
     renamed = file._replace(tensors=tensors)
-    monkeypatch.setattr(gguf_tensors, "read_gguf", lambda path: renamed)
+    monkeypatch.setattr(gguf_tensors, "read_gguf", lambda path, keep: renamed)
     with pytest.raises(WeightLoadError, match=r"missing: model\.layers\.1\."):
         build(tmp_path / "m.gguf")
 
@@ -268,7 +268,7 @@ def test_wrong_metadata_values_raise_model_errors(
     for key in keys:
         for value in random.sample(WRONG_VALUES, 6):
             changed = file._replace(metadata=file.metadata | {key: value})
-            monkeypatch.setattr(gguf_tensors, "read_gguf", lambda path, changed=changed: changed)
+            monkeypatch.setattr(gguf_tensors, "read_gguf", lambda path, keep, new=changed: new)
             try:
                 load_model_config(tmp_path / "m.gguf")
             except ModelError:
