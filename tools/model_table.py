@@ -20,7 +20,7 @@ import torch
 import transformers
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
 )
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -39,8 +39,7 @@ MAX_PARAMETERS = 30_000_000
 NOT_RUN = "not tested: the tiny checkpoint "
 BEGIN, END = "<!-- table: python tools/model_table.py -->", "<!-- end of the table -->"
 KNOWN = {
-    getattr(transformers, kind).model_type: name
-    for name, (kind, _) in (checkpoints.FAMILIES | checkpoints.TRANSFORMERS).items()
+    getattr(transformers, kind).model_type: name for name, (kind, _) in checkpoints.EVERY.items()
 }
 KNOWN |= {"gpt-sw3": "gpt2"}
 """Model type -> the tests' family of it, whose config covers more features than common sizes do."""
@@ -55,7 +54,7 @@ def tried(model_type: str, architecture: str) -> str:
             fields = {"pad_token_id": 0}
             if not hasattr(config, "num_key_value_heads"):
                 fields["num_key_value_heads"] = checkpoints.COMMON["num_attention_heads"]
-            checkpoints.FAMILIES.setdefault(name, (type(config).__name__, fields))
+            checkpoints.EVERY.setdefault(name, (type(config).__name__, fields))
         raw = checkpoints.make_config(name).to_dict()
     except Exception as error:  # whatever another library raises
         return f"not tested: transformers makes no tiny checkpoint: {type(error).__name__}"
@@ -127,8 +126,8 @@ def main() -> None:
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     names = dict(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
-    multimodal = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
-    names |= {kind: multimodal[kind] for kind in KNOWN if kind in multimodal}
+    names |= {kind: MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES[kind] for kind in KNOWN
+              if kind in MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES}  # fmt: skip
     types = sys.argv[1:] or sorted(names)
     rows = {}
     for model_type in types:

@@ -18,7 +18,7 @@ from typing import Literal
 
 from nanoengine.checkpoint import families
 from nanoengine.checkpoint.config_reader import MAX_POSITIONS, ConfigReader, Json, check_values
-from nanoengine.checkpoint.families import FAMILIES, TEXT_PARTS, Family, every_family
+from nanoengine.checkpoint.families import FAMILIES, Family, every_family
 from nanoengine.checkpoint.layer_config import (
     ATTENTION,
     FULL,
@@ -43,11 +43,12 @@ GENERATION_DEFAULTS = "temperature", "top_k", "top_p", "min_p", "repetition_pena
 """Fields of SamplingParams that generation_config.json may set. Source: vLLM's `ModelConfig`."""
 
 
-VISION_TENSORS = (
-    r"(model\.)?(vision_tower|multi_modal_projector|visual|audio_tower|embed_vision|embed_audio"
-    r"|vision_embedder)\."
+OTHER_PARTS = (
+    r"(?!(model\.)?(language_model|text_model|layers|norm|embed_tokens\w*|per_layer\w*)\.|lm_head\.)"
+    r"(model\.)?\w+\.?"
 )
-"""Regular expression of prefixes of multimodal tensors, which the text part does not use."""
+"""Regular expression of prefixes of tensors of a multimodal checkpoint that are not in its text
+part."""
 
 
 class UnknownArchitectureError(UnsupportedModelError):
@@ -187,7 +188,7 @@ def parse_model_config(
     generation, (raw, architecture, is_part) = generation or {}, _text_part(raw)
     family = FAMILIES.get(architecture) or every_family()[architecture]
     raw = family.normalize(raw) if family.normalize else raw
-    ignored_tensors = [VISION_TENSORS] if is_part else []
+    ignored_tensors = [OTHER_PARTS] if is_part else []
     ignored_tensors += [family.ignored_tensors] if family.ignored_tensors else []
     model_type = raw["model_type"] if is_part else family.model_type
     keys = make_keys(raw, family.defaults, model_type=model_type)
@@ -271,16 +272,21 @@ def _text_part(raw: Json) -> tuple[Json, str, bool]:
     values = check_values(raw, "config.json")
     names = values.get("architectures") or []
     for name in names:
-        if name in TEXT_PARTS:
-            by_type, text = TEXT_PARTS[name], values.get("text_config") or {}
+        if name in families.TEXT_PARTS:
+            text = values.get("text_config") or _flat_text_config(values)
             kind = text.get("model_type")
-            if kind not in by_type:
+            architecture = families.text_types().get(kind)
+            if architecture is None:
                 raise UnsupportedModelError(
-                    f"text_config of {name} has model_type={quoted(kind)}; supported:"
-                    f" {', '.join(by_type)}"
+                    f"text_config of {name} has model_type={quoted(kind)}, which no family here"
+                    " has; a checkpoint of the text model alone may run"
                 )
+            if not text.keys() >= {"hidden_size", "num_hidden_layers"}:
+                from transformers import AutoConfig
+
+                text = AutoConfig.for_model(**text).to_dict()
             outside = {k: values[k] for k in families.OUTER_KEYS if values.get(k) is not None}
-            return {**text, **outside}, by_type[kind], True
+            return {**families.TEXT_DEFAULTS.get(kind, {}), **text, **outside}, architecture, True
     if values.get("model_type") == "exaone":  # its files may name Llama's class
         names = ["ExaoneForCausalLM"]
     for name in names:
@@ -303,8 +309,14 @@ def _text_part(raw: Json) -> tuple[Json, str, bool]:
     what = join_names([*map(quoted, names)]) or f"model_type={model_type}"
     raise UnknownArchitectureError(
         f"unsupported architecture {what}; supported:"
-        f" {join_names([*every, *TEXT_PARTS], like=what)}"
+        f" {join_names([*every, *families.TEXT_PARTS], like=what, limit=3)}"
     )
+
+
+def _flat_text_config(values: Json) -> Json:
+    """The text_config of a config that has all keys outside, as older ones of Qwen-VL."""
+    text = {key: v for key, v in values.items() if not key.startswith(("image", "video", "vision"))}
+    return text | {"model_type": f"{values.get('model_type')}_text"}
 
 
 def _states(family: Family, keys: ConfigReader, layer: LayerConfig) -> LinearAttentionConfig | None:

@@ -79,6 +79,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "Glm4ForCausalLM": Family(
         "glm4", layers=layer(norms="sandwich", **GLM), partial_rotary=True, defaults=GLM_DEFAULTS,
+        rope_extra=M_ROPE,
         names={
             "attention_output_norm": "post_self_attn_layernorm",
             "mlp_output_norm": "post_mlp_layernorm",
@@ -121,7 +122,8 @@ FAMILIES: dict[str, Family] = {
     ),
     "Qwen2ForCausalLM": Family(
         "qwen2", layers=layer(only={"attention_bias": (True,)}, qkv_bias=True),
-        windows=QWEN_WINDOWS, gguf=files("qwen2") | files("qwen2vl", ignored_keys=IMAGE_KEYS),
+        windows=QWEN_WINDOWS, rope_extra=M_ROPE,
+        gguf=files("qwen2") | files("qwen2vl", ignored_keys=IMAGE_KEYS),
     ),
     "Qwen3ForCausalLM": Family(
         "qwen3", layers=QWEN3, windows=QWEN_WINDOWS, rope_extra=M_ROPE,

@@ -237,7 +237,7 @@ FAMILIES: dict[str, Family] = {
             qkv_bias=key("attention_bias"),
             qk_norm=key("use_qk_norm", lambda on: "per_head" if on else None),
         ),
-        moe=DEEPSEEK, partial_rotary=True, defaults=ONE_MTP_LAYER,
+        moe=DEEPSEEK, partial_rotary=True, rope_extra=dense.M_ROPE, defaults=ONE_MTP_LAYER,
         gguf=files(
             "glm4moe", constants={"use_qk_norm": True}, ignored_keys=dense.IMAGE_KEYS,
             names=dense.PRE_MLP_NORM,
@@ -341,7 +341,7 @@ FAMILIES: dict[str, Family] = {
         ), gguf=files("qwen2moe"),
     ),
     "Qwen3MoeForCausalLM": Family(
-        "qwen3_moe", layers=dense.QWEN3, moe=experts(**QWEN),
+        "qwen3_moe", layers=dense.QWEN3, moe=experts(**QWEN), rope_extra=dense.M_ROPE,
         windows=family.windows(needs_flag=True, has_types=False),
         gguf=files("qwen3moe", constants={"norm_topk_prob": True})
         | files("qwen3vlmoe", constants={"norm_topk_prob": True}, ignored_keys=dense.IMAGE_KEYS),
