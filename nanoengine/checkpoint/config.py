@@ -170,7 +170,8 @@ def load_model_config(directory: str | Path, *, model_impl: str = "auto") -> Mod
         logger.warning("%s has no native model: transformers' modules compute it", directory)
     from nanoengine.checkpoint.transformers_config import sizes_of
 
-    keys, named = ConfigReader(raw), raw.get("architectures")
+    named, ours = raw.get("architectures"), ("dtype", "torch_dtype", "eos_token_id")
+    keys = ConfigReader({key: raw.get(key) for key in ours})
     return ModelConfig(
         architecture=str(named[0] if named else raw.get("model_type")),
         dtype=_dtype(keys),
@@ -269,12 +270,13 @@ def _text_part(raw: Json) -> tuple[Json, str, bool]:
 
     A multimodal config has the keys of the text part in `text_config`, and some of them outside it.
     """
-    values = check_values(raw, "config.json")
-    names = values.get("architectures") or []
+    ours = "architectures", "model_type", "text_config"
+    check_values({key: raw.get(key) for key in ours}, "config.json")
+    names, model_type = raw.get("architectures") or [], raw.get("model_type")
     for name in names:
         if name in families.TEXT_PARTS:
-            text = values.get("text_config") or _flat_text_config(values)
-            kind = text.get("model_type")
+            text = raw.get("text_config") or _flat_text_config(raw)
+            kind = str(text.get("model_type"))
             architecture = families.text_types().get(kind)
             if architecture is None:
                 raise UnsupportedModelError(
@@ -282,12 +284,12 @@ def _text_part(raw: Json) -> tuple[Json, str, bool]:
                     " has; a checkpoint of the text model alone may run"
                 )
             if not text.keys() >= {"hidden_size", "num_hidden_layers"}:
-                from transformers import AutoConfig
+                from nanoengine.checkpoint.transformers_config import complete_text_config
 
-                text = AutoConfig.for_model(**text).to_dict()
-            outside = {k: values[k] for k in families.OUTER_KEYS if values.get(k) is not None}
+                text = complete_text_config(text)
+            outside = {k: raw[k] for k in families.OUTER_KEYS if raw.get(k) is not None}
             return {**families.TEXT_DEFAULTS.get(kind, {}), **text, **outside}, architecture, True
-    if values.get("model_type") == "exaone":  # its files may name Llama's class
+    if model_type == "exaone":  # its files may name Llama's class
         names = ["ExaoneForCausalLM"]
     for name in names:
         if name in FAMILIES:
@@ -297,7 +299,7 @@ def _text_part(raw: Json) -> tuple[Json, str, bool]:
         names = [families.ALIASES[names[0]]]
         raw = {**raw, "architectures": names}
     by_type = {family.model_type: name for name, family in every.items()}
-    for name in names or [by_type.get(values.get("model_type", ""))]:
+    for name in names or [by_type.get(model_type or "")]:
         if name in every:
             return raw, name, False
     from nanoengine.checkpoint.pooling import find_decoder
@@ -305,8 +307,7 @@ def _text_part(raw: Json) -> tuple[Json, str, bool]:
     for name in names:
         if (generator := find_decoder(name, every)) is not None:
             return raw, generator, False
-    model_type = quoted(values.get("model_type"))
-    what = join_names([*map(quoted, names)]) or f"model_type={model_type}"
+    what = join_names([*map(quoted, names)]) or f"model_type={quoted(model_type)}"
     raise UnknownArchitectureError(
         f"unsupported architecture {what}; supported:"
         f" {join_names([*every, *families.TEXT_PARTS], like=what, limit=3)}"

@@ -67,7 +67,7 @@ SCHEMA: dict[str, Key] = {
     "architectures": Key(list[str], **_IGNORE),
     **_each("model_type dtype torch_dtype", Key(str, **_IGNORE)),
     **_each("text_config quantization_config", Key(dict[str, Any], **_IGNORE)),
-    "compression_config": _REJECT,
+    **_each("compression_config scale_emb scale_depth dim_model_base mup_enabled", _REJECT),
     "eos_token_id": Key(int | list[int], **_IGNORE),
     "vocab_size": Key(int, 1, 2**19),  # the sampler's sums of weights are exact up to this size
     "hidden_size": Key(int, 1, 2**20, gguf="embedding_length"),
@@ -81,9 +81,7 @@ SCHEMA: dict[str, Key] = {
     "final_logit_softcapping": _SOFTCAP._replace(gguf="final_logit_softcapping"),
     "attn_logit_softcapping": _SOFTCAP._replace(gguf="attn_logit_softcapping"),
     "clip_qkv": _SOFTCAP,
-    **_each("scale_emb scale_depth", Key(float, *_FACTOR, None, "reject")),
-    "dim_model_base": Key(int, 1, 2**20, None, "reject"),
-    **_each("lm_head_bias mup_enabled", _REJECT_FLAG),
+    "lm_head_bias": _REJECT_FLAG,
     # norms
     "rms_norm_eps": Key(float, 0, 1, 1e-6, gguf="attention.layer_norm_rms_epsilon"),
     **_each(
@@ -122,7 +120,6 @@ SCHEMA: dict[str, Key] = {
     "use_sliding_window": _REJECT_FLAG,
     "max_window_layers": Key(int, *_LAYERS, 28, "ignore"),
     "sliding_window_pattern": Key(int | str, default=4, **_IGNORE),
-    "global_attn_every_n_layers": Key(int, 1, 10_000, 4, "ignore"),
     # RoPE: in config.json, or in a dict of its own
     **_each("rope_parameters rope_scaling", Key(dict[str, Any], nullable=True)),
     **_each("rope_type type", Key(str, default="default")),
@@ -175,7 +172,7 @@ SCHEMA: dict[str, Key] = {
     "n_group": Key(int, *_EXPERTS, 1, gguf="expert_group_count"),
     "topk_group": Key(int, *_EXPERTS, 1, gguf="expert_group_used_count"),
     **_each(
-        "routed_scaling_factor router_scaling_factor route_scale",
+        "routed_scaling_factor router_scaling_factor",
         Key(float, *_FACTOR, 1.0, gguf="expert_weights_scale"),
     ),
     "moe_norm_min": Key(float, 0, 1, 1e-12, "reject"),

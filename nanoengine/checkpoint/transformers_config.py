@@ -24,6 +24,16 @@ def is_decoder(raw: Json) -> bool:
     return known and all(str(name).endswith(endings) for name in names)
 
 
+def complete_text_config(text: Json) -> Json:
+    """A `text_config` with the sizes that it lacks, which are the defaults of its config class."""
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.for_model(**text).to_dict()
+    except Exception as error:  # its config classes raise anything
+        raise UnsupportedModelError(f"text_config is not valid: {truncate(error)}") from error
+
+
 def sizes_of(directory: Path) -> dict[str, Any]:
     """Reads fields of ModelConfig from a checkpoint that transformers can load.
 
@@ -59,7 +69,9 @@ def sizes_of(directory: Path) -> dict[str, Any]:
     return {key: getattr(config, key) for key in equal} | {
         "intermediate_size": getattr(config, "intermediate_size", None) or config.hidden_size,
         "num_key_value_heads": getattr(config, "num_key_value_heads", None) or heads,
-        "head_dim": getattr(config, "head_dim", None) or config.hidden_size // heads,
+        "head_dim": getattr(config, "qk_head_dim", None)  # of MLA
+        or getattr(config, "head_dim", None)
+        or config.hidden_size // heads,
         "max_position_embeddings": getattr(config, "max_position_embeddings", None) or 2**20,
         "rms_norm_eps": 0.0,
         "tie_word_embeddings": bool(config.tie_word_embeddings),

@@ -26,7 +26,6 @@ def every_family() -> Mapping[str, Family]:
 
 
 ALIASES = {
-    "ExaoneMoEForCausalLM": "ExaoneMoeForCausalLM",
     "IQuestCoderForCausalLM": "LlamaForCausalLM",
     "InternLM3ForCausalLM": "LlamaForCausalLM",
 }

@@ -9,7 +9,6 @@ from nanoengine.checkpoint.families.family import Family, biases, files, from_ke
 # fmt: off
 ATTENTION_BIAS = {"qkv_bias": key("attention_bias"), "output_bias": key("attention_bias")}
 LLAMA = {**from_keys("mlp_bias"), **ATTENTION_BIAS}
-RELU2 = {"only": {"hidden_act": ("relu2",)}, "gated_mlp": False, "hidden_act": "relu2"}
 GELU = "gelu_pytorch_tanh"
 QWEN3 = layer(qk_norm="per_head", **ATTENTION_BIAS)
 OLMO2 = layer(norms="post", norm="fp32_weight", qk_norm="all_heads", **ATTENTION_BIAS)
@@ -54,9 +53,6 @@ UNUSED_SSM_KEYS = (
 """Keys of the hybrid models that files of dense Granite 4 have too."""
 
 FAMILIES: dict[str, Family] = {
-    "ArceeForCausalLM": Family(
-        "arcee", layers=layer(**RELU2, **LLAMA), gguf=files("arcee", interleaved=True),
-    ),
     "CohereForCausalLM": Family(
         "cohere", layers=COHERE, norm_eps="layer_norm_eps", gguf=files("command-r"),
     ),
