@@ -67,7 +67,7 @@ SCHEMA: dict[str, Key] = {
     "architectures": Key(list[str], **_IGNORE),
     **_each("model_type dtype torch_dtype", Key(str, **_IGNORE)),
     **_each("text_config quantization_config", Key(dict[str, Any], **_IGNORE)),
-    **_each("compression_config scale_emb scale_depth dim_model_base mup_enabled", _REJECT),
+    "compression_config": _REJECT,
     "eos_token_id": Key(int | list[int], **_IGNORE),
     "vocab_size": Key(int, 1, 2**19),  # the sampler's sums of weights are exact up to this size
     "hidden_size": Key(int, 1, 2**20, gguf="embedding_length"),
@@ -81,20 +81,19 @@ SCHEMA: dict[str, Key] = {
     "final_logit_softcapping": _SOFTCAP._replace(gguf="final_logit_softcapping"),
     "attn_logit_softcapping": _SOFTCAP._replace(gguf="attn_logit_softcapping"),
     "clip_qkv": _SOFTCAP,
-    "lm_head_bias": _REJECT_FLAG,
     # norms
     "rms_norm_eps": Key(float, 0, 1, 1e-6, gguf="attention.layer_norm_rms_epsilon"),
     **_each(
         "layer_norm_eps layer_norm_epsilon norm_eps",
         Key(float, 0, 1, 1e-5, gguf="attention.layer_norm_epsilon"),
     ),
-    **_each("qk_layernorm use_qk_norm", _REJECT_FLAG),
+    "use_qk_norm": _REJECT_FLAG,
     **_each("use_sandwich_norm use_attention_gate", Key(bool, default=True)),
     # attention
     "num_attention_heads": Key(int, 1, 2**16, gguf="attention.head_count"),
     "num_key_value_heads": Key(int, 1, 2**16, gguf="attention.head_count_kv"),
     "head_dim": Key(int, 2, 2**16, gguf="attention.key_length"),
-    **_each("attention_bias attention_out_bias qkv_bias use_qkv_bias use_bias", _REJECT_FLAG),
+    **_each("attention_bias attention_out_bias qkv_bias use_bias", _REJECT_FLAG),
     **_each("attention_chunk_size dual_chunk_attention_config", _REJECT),
     "is_causal": Key(bool, default=True, if_unread="reject"),
     **_each("use_mla attn_output_gate attention_k_eq_v", _REJECT_FLAG),
@@ -112,7 +111,6 @@ SCHEMA: dict[str, Key] = {
     "vocab_size_per_layer_input": Key(int, 1, 2**19, **_IGNORE),
     "query_pre_attn_scalar": Key(int, 1, 2**20, None, "reject"),
     "attention_multiplier": Key(float, 1e-6, 1e6, None, "reject", gguf="attention.scale"),
-    "attn_temperature_tuning": Key(bool | int, default=False, if_unread="reject"),
     **_each("layer_types layers_block_type", Key(list[str])),
     "sliding_window": Key(
         int, 0, MAX_POSITIONS, None, "reject", nullable=True, gguf="attention.sliding_window"
@@ -142,7 +140,6 @@ SCHEMA: dict[str, Key] = {
     "rope_interleaved": _REJECT_FLAG,
     "rope_interleave": Key(bool, default=True, if_unread="reject"),
     "no_rope_layers": Key(list[int], if_unread="reject"),
-    "layer_rope_theta": Key(list[float], if_unread="reject"),
     # the MLP
     "intermediate_size": Key(int, 1, 2**22, gguf="feed_forward_length"),
     "block_ff_dim": Key(int, 1, 2**22),
@@ -232,28 +229,22 @@ parsed without loading that file."""
 
 HARMLESS = frozenset((
     # metadata of the file, and settings for building and training the model
-    "auto_map", "chunk_size_feed_forward", "embedding_initializer_range",
-    "gradient_checkpointing", "id2label", "initializer_range", "is_decoder", "is_encoder_decoder",
-    "label2id", "output_attentions",
+    "auto_map", "chunk_size_feed_forward", "gradient_checkpointing", "id2label",
+    "initializer_range", "is_decoder", "is_encoder_decoder", "label2id", "output_attentions",
     "output_hidden_states", "pretraining_tp", "problem_type", "return_dict", "tokenizer_class",
-    "torchscript", "transformers_version", "use_bfloat16", "name_or_path",
-    "finetuning_task", "prefix", "pruned_heads", "task_specific_params", "tf_legacy_loss",
-    "tie_encoder_decoder", "cross_attention_hidden_size",
+    "torchscript", "transformers_version", "use_bfloat16", "name_or_path", "finetuning_task",
+    "prefix", "pruned_heads", "task_specific_params", "tf_legacy_loss", "tie_encoder_decoder",
+    "cross_attention_hidden_size",
     # token ids of BOS, padding and others
     "bos_token_id", "decoder_start_token_id", "eod_token_id", "pad_token_id", "sep_token_id",
     "unk_token_id",
     # only for training
-    "attention_dropout", "classifier_dropout", "embd_pdrop", "embedding_dropout",
-    "hidden_dropout", "resid_pdrop",
-    "residual_dropout", "attn_pdrop", "dropout", "layerdrop", "embed_dropout",
-    "output_router_logits", "router_aux_loss_coef", "input_jitter_noise", "router_jitter_noise",
+    "attention_dropout", "classifier_dropout", "embd_pdrop", "hidden_dropout", "resid_pdrop",
+    "residual_dropout", "output_router_logits", "router_aux_loss_coef", "router_jitter_noise",
     # settings of transformers' own implementations
-    "cache_implementation", "use_cache", "mamba_chunk_size", "num_logits_to_keep",
-    "chunk_size", "mamba_ssm_cache_dtype", "moe_shared_expert_overlap", "use_mamba_kernels",
+    "cache_implementation", "use_cache", "mamba_chunk_size", "num_logits_to_keep", "chunk_size",
+    "mamba_ssm_cache_dtype", "moe_shared_expert_overlap", "use_mamba_kernels",
     "mtp_layers_block_type", "mtp_hybrid_override_pattern",
-    "reorder_and_upcast_attn", "attention_softmax_in_fp32", "scale_attention_softmax_in_fp32",
-    "summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type",
-    "summary_use_proj", "init_std",
     # initial weights
     "rescale_prenorm_residual", "time_step_floor", "time_step_max", "time_step_min", "expand",
     "z_loss_coefficient",
