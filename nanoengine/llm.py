@@ -37,7 +37,6 @@ from nanoengine.text.tokenizer import Tokenizer
 LOOK_AHEAD = 8
 """Prompts that a stream reads beyond max_num_seqs: a row freed by a step is filled in the next."""
 
-ReadPrompt = CheckedPrompt | RefusedPrompt
 Prompt = str | Sequence[int] | Mapping[str, Any] | Row
 """One prompt; `text/prompt_forms.py` lists the types."""
 
@@ -72,7 +71,7 @@ class LLM(LLMMixin):
             self._tokenizer, engine.checker, default_params
         )
         self._state = f"{engine.info.dtype} on {engine.info.device}"
-        self._enqueued: list[tuple[str, ReadPrompt]] = []
+        self._enqueued = []
 
     def __enter__(self) -> Self:
         return self
@@ -188,7 +187,7 @@ class LLM(LLMMixin):
 
         prompts = plain_column(prompts)  # type: ignore[assignment]
         arguments = (prompts, sampling_params, priority, on_error)
-        read: Iterable[ReadPrompt | Pause]
+        read: Iterable[CheckedPrompt | RefusedPrompt | Pause]
         if is_single_prompt(prompts) or isinstance(prompts, Sequence):
             read = self.require_reader().read_all(*arguments)
         else:
@@ -197,14 +196,14 @@ class LLM(LLMMixin):
 
     # --- the loop -----------------------------------------------------------------------------
 
-    def _complete(self, read: list[ReadPrompt], progress: Any) -> list[RequestOutput]:
+    def _complete(self, read: list[Any], progress: Any) -> list[RequestOutput]:
         """Runs prompts to their ends; returns the outputs in the order of the prompts."""
         with closing(self._run(read, kind="final", progress=progress)) as running:
             return sorted(running, key=lambda output: output.index)
 
     def _run(
         self,
-        read: Iterable[ReadPrompt | Pause],
+        read: Iterable[CheckedPrompt | RefusedPrompt | Pause],
         *,
         kind: OutputKind,
         progress: bool | Callable[..., Any],
