@@ -71,7 +71,7 @@ def tried(model_type: str, architecture: str) -> str:
         try:
             if result == BY_TRANSFORMERS:
                 with torch.device("meta"):
-                    config = checkpoints.make_config(name)
+                    config = checkpoints.make_config(name).get_text_config(decoder=True)
                     empty = transformers.AutoModelForCausalLM.from_config(config)
                 if sum(p.numel() for p in empty.parameters()) > MAX_PARAMETERS:
                     return f"{NOT_RUN}has more than {MAX_PARAMETERS:,} parameters"

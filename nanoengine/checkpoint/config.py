@@ -279,7 +279,7 @@ def _text_part(raw: Json) -> tuple[Json, str, bool]:
             kind = str(text.get("model_type"))
             architecture = families.text_types().get(kind)
             if architecture is None:
-                raise UnsupportedModelError(
+                raise UnknownArchitectureError(
                     f"text_config of {name} has model_type={quoted(kind)}, which no family here"
                     " has; a checkpoint of the text model alone may run"
                 )

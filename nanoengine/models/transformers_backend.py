@@ -38,6 +38,8 @@ INTERFACE = "nanoengine"
 ROUTERS = ("gate", "router", "classifier", "wg")
 """Last parts of the names of linear layers that are not swapped. Why: a router with rounded
 weights would choose other experts."""
+TEXT_PART_NAMES = {r"^(model\.)?(language_model|text_model)\.(model\.)?": "model."}
+"""Prefix of tensors in a multimodal checkpoint -> in its text part."""
 PROBE_TOKENS, PROBE_SPLIT, PROBE_WINDOW = 9, 5, 4
 
 
@@ -134,10 +136,11 @@ class TransformersLM(Layer):
         dtype = torch.promote_types(context.stored_dtype, torch.float32)
         options = {"dtype": dtype, "attn_implementation": INTERFACE}
         try:
+            source = AutoConfig.from_pretrained(directory).get_text_config(decoder=True)
             if dummy:
-                source = AutoConfig.from_pretrained(directory)
                 self.whole = AutoModelForCausalLM.from_config(source, **options)
             else:
+                options |= {"config": source, "key_mapping": TEXT_PART_NAMES}
                 self.whole = AutoModelForCausalLM.from_pretrained(directory, **options)
             self.whole.eval().requires_grad_(False).to(context.device)
             for module in self.whole.modules():

@@ -24,6 +24,7 @@ from nanoengine.checkpoint.layer_config import LayerConfig
 from nanoengine.errors import UnsupportedModelError, WeightLoadError
 from nanoengine.layers.layouts import head_order
 from tests.support.checkpoints import (
+    EVERY,
     FAMILIES,
     MODELS,
     TEXT_PARTS,
@@ -142,7 +143,7 @@ def test_text_parts_of_multimodal_checkpoints_match_transformers(
 
 
 def test_every_text_part_has_a_case() -> None:
-    names = [name for name in FAMILIES | TEXT_PARTS if name.endswith("_vision")]
+    names = [name for name in EVERY if name.endswith("_vision")]
     found = {
         transformers.AutoModelForMultimodalLM._model_mapping[type(make_config(name))].__name__
         for name in names

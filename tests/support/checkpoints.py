@@ -43,7 +43,7 @@ ROUTED = ("gate.weight", "router.weight", "experts.gate_up_proj", "experts.up_pr
 
 NORMS = re.compile(r"(norm(_[12])?|\.ln_\w+)\.weight$|\.router\.scale$|per_expert_scale$")
 
-EAGER = ("gemma2", "gpt_oss", "granite_swa", "granitemoe_swa", "vaultgemma")
+EAGER = ("apertus1p5_vision", "gemma2", "gpt_oss", "granite_swa", "granitemoe_swa", "vaultgemma")
 """Families for which transformers has eager attention only."""
 
 
@@ -53,12 +53,13 @@ def make_config(family: str, **overrides: Any) -> transformers.PreTrainedConfig:
     if "text" not in fields:
         given = {**COMMON, **fields, **overrides}
         return getattr(transformers, kind)(**given)
-    text_kind, text = copy.deepcopy(FAMILIES[fields.pop("text")])
+    text_kind, text = copy.deepcopy(EVERY[fields.pop("text")])
     text = {**COMMON, **text, **fields.pop("keys", {}), **overrides}
     default = getattr(transformers, kind)()
     part = "vision_config" if "vision_config" in default.sub_configs else "audio_config"
     other = getattr(default, part) or default.sub_configs[part]
-    parts = {part: {"model_type": other.model_type, **VISION, **fields}}
+    outer = fields.pop("outer", {})
+    parts = {part: {"model_type": other.model_type, **VISION, **fields}, **outer}
     ours, kind_of_text = getattr(transformers, text_kind), default.sub_configs["text_config"]
     text |= {"model_type": (ours if kind_of_text is AutoConfig else kind_of_text).model_type}
     return getattr(transformers, kind)(text_config=text, **parts)

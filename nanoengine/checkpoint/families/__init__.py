@@ -38,6 +38,7 @@ def text_types() -> dict[str, str]:
 
 
 TEXT_PARTS = frozenset((
+    "Apertus1p5ForConditionalGeneration",
     "Exaone4_5_ForConditionalGeneration", "Gemma3ForConditionalGeneration",
     "Gemma4ForConditionalGeneration", "Gemma4UnifiedForConditionalGeneration",
     "Glm4vForConditionalGeneration", "Glm4vMoeForConditionalGeneration",
@@ -51,7 +52,7 @@ TEXT_PARTS = frozenset((
     "Qwen3_5MoeForConditionalGeneration", "SmolVLMForConditionalGeneration",
     "VoxtralForConditionalGeneration",
 ))  # fmt: skip
-"""Multimodal architectures whose text part is a decoder of a family here, in `text_config`."""
+"""Multimodal architectures whose `text_config` is that of a decoder."""
 
 TEXT_TYPES = {
     "glm4v_text": "Glm4ForCausalLM", "glm4v_moe_text": "Glm4MoeForCausalLM",
