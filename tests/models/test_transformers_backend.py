@@ -155,6 +155,10 @@ def test_attention_that_differs_a_little_is_refused(
         make_engine(checkpoint(family), dtype="float32", num_kv_blocks=4)
 
 
+def test_a_narrower_head_defines_the_vocabulary() -> None:
+    assert load_model_config(checkpoint("apertus1p5_vision")).vocab_size == 256
+
+
 def test_the_probe_leaves_the_config_as_it_was() -> None:
     engine = make_engine(checkpoint("cwm"), dtype="float32", num_kv_blocks=4)
     assert engine.executor.model.whole.config.sliding_window == 16

@@ -55,6 +55,7 @@ def make_config(family: str, **overrides: Any) -> transformers.PreTrainedConfig:
         return getattr(transformers, kind)(**given)
     text_kind, text = copy.deepcopy(EVERY[fields.pop("text")])
     text = {**COMMON, **text, **fields.pop("keys", {}), **overrides}
+    text = {key: value for key, value in text.items() if value is not None}
     default = getattr(transformers, kind)()
     part = "vision_config" if "vision_config" in default.sub_configs else "audio_config"
     other = getattr(default, part) or default.sub_configs[part]
