@@ -71,6 +71,7 @@ class LLM(LLMMixin):
             self._tokenizer, engine.checker, default_params
         )
         self._state = f"{engine.info.dtype} on {engine.info.device}"
+        self._enqueued = []
 
     def __enter__(self) -> Self:
         return self
@@ -147,11 +148,7 @@ class LLM(LLMMixin):
             check_lora(lora_request)
         with self._calls.exclusive_call():
             read = self.require_reader().read_all(prompts, sampling_params, priority, on_error)
-            outputs: list[RequestOutput | None] = [None] * len(read)
-            with closing(self._run(read, kind="final", progress=use_tqdm)) as running:
-                for output in running:
-                    outputs[output.index] = output
-        return [output for output in outputs if output is not None]
+            return self._complete(read, use_tqdm)
 
     def stream(
         self,
@@ -198,6 +195,11 @@ class LLM(LLMMixin):
         return self._run(read, kind=kind, progress=use_tqdm)
 
     # --- the loop -----------------------------------------------------------------------------
+
+    def _complete(self, read: list[Any], progress: Any) -> list[RequestOutput]:
+        """Runs prompts to their ends; returns the outputs in the order of the prompts."""
+        with closing(self._run(read, kind="final", progress=progress)) as running:
+            return sorted(running, key=lambda output: output.index)
 
     def _run(
         self,

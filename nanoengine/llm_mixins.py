@@ -1,6 +1,7 @@
 """LLMMixin: the methods of an LLM other than `generate` and `stream`.
 
     chat, beam_search, generate_dataset     built from `generate`, or from a feature
+    enqueue, wait_for_completion            `generate` in two calls
     embed, score, classify, reward          use hidden states: features/pooling.py
     reset_prefix_cache, evict               change the engine's cache
     load_weights                            replaces weights in place: features/new_weights.py
@@ -12,7 +13,9 @@ The base class of `LLM`, which has the loop. Each method imports the feature tha
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from os import PathLike
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -24,7 +27,7 @@ from nanoengine.locking import Calls
 from nanoengine.outputs import CompletionOutput, RequestOutput
 from nanoengine.settings.config import EngineConfig
 from nanoengine.settings.params import SamplingParams
-from nanoengine.text.prompts import OnError, PromptReader, RefusedPrompt
+from nanoengine.text.prompts import CheckedPrompt, OnError, PromptReader, RefusedPrompt
 from nanoengine.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -53,11 +56,13 @@ class LLMMixin:
     config: EngineConfig
     _calls: Calls[LLMEngine]
     _tokenizer: Tokenizer | None
+    _enqueued: list[tuple[str, CheckedPrompt | RefusedPrompt]]
 
     # Defined by `LLM`; they raise if it is closed.
     generate: Callable[..., list[RequestOutput]]
     stream: Callable[..., Generator[RequestOutput, None, None]]
     require_reader: Callable[[], PromptReader]
+    _complete: Callable[..., list[RequestOutput]]
 
     @property
     def engine(self) -> LLMEngine:
@@ -198,6 +203,58 @@ class LLMMixin:
             on_error=on_error,
         )
         return outputs if form is None else [form.parse(o, o.request_id) for o in outputs]
+
+    def enqueue(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        lora_request: None = None,
+        priority: int | Sequence[int] | None = None,
+        use_tqdm: bool | Callable[..., Any] = True,
+    ) -> list[str]:
+        """Checks prompts, and keeps them until `wait_for_completion` runs all of them in one batch.
+        Returns their request ids.
+
+        The arguments are those of `generate`, in vLLM's order; no progress bar is shown here.
+
+        Raises:
+            RequestError, PromptTooLongError, CapacityError: a prompt can't run; none was added.
+        """
+        check_lora(lora_request)
+        read = self.require_reader().read_all(prompts, sampling_params, priority, "raise")
+        request_ids = list(itertools.islice(self._calls.request_ids, len(read)))
+        self._enqueued.extend(zip(request_ids, read, strict=True))
+        return request_ids
+
+    def enqueue_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool | Callable[..., Any] = True,
+        lora_request: None = None,
+        priority: int | Sequence[int] | None = None,
+        **options: Any,
+    ) -> list[str]:
+        """Like `enqueue`, for conversations. `options` are those of the chat template in `chat`."""
+        from nanoengine.text.prompt_forms import conversation_list
+
+        prompts = [{"messages": each, **options} for each in conversation_list(messages)]
+        return self.enqueue(prompts, sampling_params, lora_request, priority)
+
+    def wait_for_completion(
+        self, output_type: Any = None, *, use_tqdm: bool | Callable[..., Any] = True
+    ) -> list[RequestOutput]:
+        """Runs all enqueued prompts; returns one output per prompt, in the order of the calls.
+
+        Args:
+            output_type: has no effect: all outputs have the same type.
+        """
+        with self._calls.exclusive_call():
+            enqueued = self._enqueued[:]
+            del self._enqueued[: len(enqueued)]
+            read = [dataclasses.replace(p, index=i) for i, (_, p) in enumerate(enqueued)]
+            outputs = zip(enqueued, self._complete(read, use_tqdm), strict=True)
+            return [dataclasses.replace(o, request_id=name) for (name, _), o in outputs]
 
     def generate_dataset(
         self,

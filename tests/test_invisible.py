@@ -12,7 +12,7 @@ import itertools
 import pytest
 import torch
 
-from nanoengine import DiskTier, HostTier, StructuredOutputs
+from nanoengine import LLM, DiskTier, HostTier, StructuredOutputs
 from nanoengine.features import structured
 from nanoengine.settings.params import SamplingParams
 from tests.support.drafts import draft_always
@@ -328,3 +328,30 @@ def test_old_content_of_a_block_does_not_change_outputs(backend):
     with torch.inference_mode():
         engine.executor.kv_cache.kv.fill_(float("nan"))
     assert tokens(run(engine, inputs, greedy(4))) == expected
+
+
+def scored(options, order=slice(None), threads=None):
+    """Per prompt its tokens and log-probabilities on a CPU in float32; some contexts are longer
+    than one split of attention."""
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=0)
+    sizes = {"dtype": "float32", "max_model_len": 512, "num_kv_blocks": 100}
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads or before)
+    try:
+        with LLM(checkpoint("qwen3"), skip_tokenizer_init=True, **sizes | options) as llm:
+            found = llm.generate((prompts() + random_prompts(2, [300, 450]))[order], params)
+    finally:
+        torch.set_num_threads(before)
+    return [(output.outputs[0].token_ids, output.outputs[0].logprobs) for output in found][order]
+
+
+@pytest.mark.parametrize(
+    ("options", "order", "threads"),
+    [
+        ({"max_num_seqs": 1}, slice(None), None),
+        ({"enable_prefix_caching": False}, slice(None, None, -1), None),
+        ({"overlap": True}, slice(None), 1),
+    ],
+)
+def test_batch_order_and_threads_do_not_change_bits(options, order, threads):
+    assert scored(options, order, threads) == scored({"enable_prefix_caching": False})

@@ -21,7 +21,7 @@ from transformers import CONFIG_MAPPING
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 from nanoengine.checkpoint.config_reader import NO_CLASS_DEFAULT, SCHEMA  # noqa: E402
-from nanoengine.checkpoint.families import TEXT_PARTS, Family, every_family  # noqa: E402
+from nanoengine.checkpoint.families import TEXT_TYPES, Family, every_family  # noqa: E402
 
 FILE = ROOT / "nanoengine" / "checkpoint" / "defaults.json"
 
@@ -41,8 +41,7 @@ def model_types() -> Iterator[tuple[str, Family]]:
     """Each `model_type`, and the family that reads its configs."""
     every = every_family()
     yield from ((family.model_type, family) for family in every.values())
-    for by_type in TEXT_PARTS.values():
-        yield from ((model_type, every[name]) for model_type, name in by_type.items())
+    yield from ((model_type, every[name]) for model_type, name in TEXT_TYPES.items())
 
 
 def signature_of(kind: type) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from nanoengine.features.pooled_outputs import PoolingOutput, ScoringRequestOutp
 from nanoengine.llm import LLM
 from nanoengine.llm_mixins import check_lora
 from nanoengine.locking import Call
-from nanoengine.outputs import OutputBuilder, OutputKind
+from nanoengine.outputs import OutputBuilder, OutputKind, RequestOutput
 from nanoengine.runner.sampling.greedy import edits
 from nanoengine.settings.params import DEFAULTS
 from nanoengine.settings.pooling import PoolingParams
@@ -63,6 +63,14 @@ def reranker_answers(overrides: Any) -> tuple[str, str] | None:
             if kinds in ({"is_original_qwen3_reranker": True}, {"method": "from_2_way_softmax"}):
                 return no, yes
     return None
+
+
+def outputs_of(found: list[RequestOutput]) -> list[VLLMOutput]:
+    """vLLM's outputs, after a warning if requests failed."""
+    if failed := [output.error for output in found if output.error]:
+        message = f"{len(failed)} of {len(found)} requests failed: {failed[0]}"
+        warnings.warn(message, stacklevel=3)
+    return [request_output(output) for output in found]
 
 
 PLAIN_POOLING = PoolingParams()
@@ -178,12 +186,22 @@ class VLLM(LLM):
         if (prompts is None) == (ids is None):
             raise RequestError("give either prompts or prompt_token_ids")
         prompts, params = ids if prompts is None else prompts, self.params(sampling_params)
-        found = super().generate(prompts, params, *args, **supported_options(options))
-        failed = [output.error for output in found if output.error]
-        if failed:
-            message = f"{len(failed)} of {len(found)} requests failed: {failed[0]}"
-            warnings.warn(message, stacklevel=2)
-        return [request_output(output) for output in found]
+        return outputs_of(super().generate(prompts, params, *args, **supported_options(options)))
+
+    def enqueue(
+        self, prompts: Any, sampling_params: Any = None, *args: Any, **options: Any
+    ) -> list[str]:
+        """Like `LLM.enqueue`."""
+        params = self.params(sampling_params)
+        return super().enqueue(prompts, params, *args, **supported_options(options))
+
+    def enqueue_chat(self, *args: Any, **options: Any) -> list[str]:
+        """Like `LLM.enqueue_chat`."""
+        return super().enqueue_chat(*args, **supported_options(options))
+
+    def wait_for_completion(self, *args: Any, **options: Any) -> list[VLLMOutput]:  # type: ignore[override]
+        """Like `LLM.wait_for_completion`, with a warning as in `generate`."""
+        return outputs_of(super().wait_for_completion(*args, **options))
 
     def chat(self, *args: Any, **options: Any) -> list[VLLMOutput]:  # type: ignore[override]
         """Like `LLM.chat`."""

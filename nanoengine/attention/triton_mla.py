@@ -17,10 +17,8 @@ result cost 2,176 floating-point operations per head. With keys and values mater
 they would cost 640, plus 262,144 per head and context token in every chunk.
 
 The number of splits per context is limited to what fills the GPU, because each split stores a
-result for all heads: 67 MB for 256 sequences with 128 heads. It depends on the number of
-    sequences, and so
-may the last bits of a decode. With `deterministic` all tokens are computed
-like prompts, without splits, which is slow for few sequences with long contexts.
+result for all heads: 67 MB for 256 sequences with 128 heads. It depends on the number of sequences,
+and so may the last bits of a decode. `deterministic` is refused, because these models have experts.
 
 The kernels have been run in Triton's interpreter and compiled ahead of time; they have not run on a
 GPU yet.
@@ -292,8 +290,6 @@ class TritonMLABackend(TritonBackend):
         out = q.new_empty(len(q), spec.num_heads, rank)
         table, lens = batch.block_tables[spec.group], batch.seq_lens
         config, num_decodes = self._config(spec), batch.num_decodes
-        if self.deterministic:  # Why: a decode then runs the same code as a chunk's token.
-            num_decodes = 0
         num_prefills = batch.num_seqs - num_decodes
         layer_args = spec.num_heads, rank, spec.head_dim - rank, spec.scale
         strides = q.stride(), out.stride(), cache_constants(k_cache, k_cache)

@@ -19,7 +19,7 @@ from typing import Literal
 
 from nanoengine.checkpoint import families
 from nanoengine.checkpoint.config_reader import MAX_POSITIONS, ConfigReader, Json, check_values
-from nanoengine.checkpoint.families import FAMILIES, TEXT_PARTS, Family, every_family
+from nanoengine.checkpoint.families import FAMILIES, Family, every_family
 from nanoengine.checkpoint.layer_config import (
     ATTENTION,
     FULL,
@@ -46,11 +46,12 @@ GENERATION_DEFAULTS = "temperature", "top_k", "top_p", "min_p", "repetition_pena
 """Fields of SamplingParams that generation_config.json may set. Source: vLLM's `ModelConfig`."""
 
 
-VISION_TENSORS = (
-    r"(model\.)?(vision_tower|multi_modal_projector|visual|audio_tower|embed_vision|embed_audio"
-    r"|vision_embedder)\."
+OTHER_PARTS = (
+    r"(?!(model\.)?(language_model|text_model|layers|norm|embed_tokens\w*|per_layer\w*)\.|lm_head\.)"
+    r"(model\.)?\w+\.?"
 )
-"""Regular expression of prefixes of multimodal tensors, which the text part does not use."""
+"""Regular expression of prefixes of tensors of a multimodal checkpoint that are not in its text
+part."""
 
 
 class UnknownArchitectureError(UnsupportedModelError):
@@ -172,7 +173,8 @@ def load_model_config(directory: str | Path, *, model_impl: str = "auto") -> Mod
         warn_once("%s has no native model: transformers' modules compute it", directory)
     from nanoengine.checkpoint.transformers_config import sizes_of
 
-    keys, named = ConfigReader(raw), raw.get("architectures")
+    named, ours = raw.get("architectures"), ("dtype", "torch_dtype", "eos_token_id")
+    keys = ConfigReader({key: raw.get(key) for key in ours})
     return ModelConfig(
         architecture=str(named[0] if named else raw.get("model_type")),
         dtype=_dtype(keys),
@@ -190,7 +192,7 @@ def parse_model_config(
     generation, (raw, architecture, is_part) = generation or {}, _text_part(raw)
     family = FAMILIES.get(architecture) or every_family()[architecture]
     raw = family.normalize(raw) if family.normalize else raw
-    ignored_tensors = [VISION_TENSORS] if is_part else []
+    ignored_tensors = [OTHER_PARTS] if is_part else []
     ignored_tensors += [family.ignored_tensors] if family.ignored_tensors else []
     model_type = raw["model_type"] if is_part else family.model_type
     keys = make_keys(raw, family.defaults, model_type=model_type)
@@ -271,20 +273,26 @@ def _text_part(raw: Json) -> tuple[Json, str, bool]:
 
     A multimodal config has the keys of the text part in `text_config`, and some of them outside it.
     """
-    values = check_values(raw, "config.json")
-    names = values.get("architectures") or []
+    ours = "architectures", "model_type", "text_config"
+    check_values({key: raw.get(key) for key in ours}, "config.json")
+    names, model_type = raw.get("architectures") or [], raw.get("model_type")
     for name in names:
-        if name in TEXT_PARTS:
-            by_type, text = TEXT_PARTS[name], values.get("text_config") or {}
-            kind = text.get("model_type")
-            if kind not in by_type:
-                raise UnsupportedModelError(
-                    f"text_config of {name} has model_type={quoted(kind)}; supported:"
-                    f" {', '.join(by_type)}"
+        if name in families.TEXT_PARTS:
+            text = raw.get("text_config") or _flat_text_config(raw)
+            kind = str(text.get("model_type"))
+            architecture = families.text_types().get(kind)
+            if architecture is None:
+                raise UnknownArchitectureError(
+                    f"text_config of {name} has model_type={quoted(kind)}, which no family here"
+                    " has; a checkpoint of the text model alone may run"
                 )
-            outside = {k: values[k] for k in families.OUTER_KEYS if values.get(k) is not None}
-            return {**text, **outside}, by_type[kind], True
-    if values.get("model_type") == "exaone":  # its files may name Llama's class
+            if not text.keys() >= {"hidden_size", "num_hidden_layers"}:
+                from nanoengine.checkpoint.transformers_config import complete_text_config
+
+                text = complete_text_config(text)
+            outside = {k: raw[k] for k in families.OUTER_KEYS if raw.get(k) is not None}
+            return {**families.TEXT_DEFAULTS.get(kind, {}), **text, **outside}, architecture, True
+    if model_type == "exaone":  # its files may name Llama's class
         names = ["ExaoneForCausalLM"]
     for name in names:
         if name in FAMILIES:
@@ -294,7 +302,7 @@ def _text_part(raw: Json) -> tuple[Json, str, bool]:
         names = [families.ALIASES[names[0]]]
         raw = {**raw, "architectures": names}
     by_type = {family.model_type: name for name, family in every.items()}
-    for name in names or [by_type.get(values.get("model_type", ""))]:
+    for name in names or [by_type.get(model_type or "")]:
         if name in every:
             return raw, name, False
     from nanoengine.checkpoint.pooling import find_decoder
@@ -302,12 +310,17 @@ def _text_part(raw: Json) -> tuple[Json, str, bool]:
     for name in names:
         if (generator := find_decoder(name, every)) is not None:
             return raw, generator, False
-    model_type = quoted(values.get("model_type"))
-    what = join_names([*map(quoted, names)]) or f"model_type={model_type}"
+    what = join_names([*map(quoted, names)]) or f"model_type={quoted(model_type)}"
     raise UnknownArchitectureError(
         f"unsupported architecture {what}; supported:"
-        f" {join_names([*every, *TEXT_PARTS], like=what)}"
+        f" {join_names([*every, *families.TEXT_PARTS], like=what, limit=3)}"
     )
+
+
+def _flat_text_config(values: Json) -> Json:
+    """The text_config of a config that has all keys outside, as older ones of Qwen-VL."""
+    text = {key: v for key, v in values.items() if not key.startswith(("image", "video", "vision"))}
+    return text | {"model_type": f"{values.get('model_type')}_text"}
 
 
 def _states(family: Family, keys: ConfigReader, layer: LayerConfig) -> LinearAttentionConfig | None:

@@ -81,22 +81,19 @@ SCHEMA: dict[str, Key] = {
     "final_logit_softcapping": _SOFTCAP._replace(gguf="final_logit_softcapping"),
     "attn_logit_softcapping": _SOFTCAP._replace(gguf="attn_logit_softcapping"),
     "clip_qkv": _SOFTCAP,
-    **_each("scale_emb scale_depth", Key(float, *_FACTOR, None, "reject")),
-    "dim_model_base": Key(int, 1, 2**20, None, "reject"),
-    **_each("lm_head_bias mup_enabled", _REJECT_FLAG),
     # norms
     "rms_norm_eps": Key(float, 0, 1, 1e-6, gguf="attention.layer_norm_rms_epsilon"),
     **_each(
         "layer_norm_eps layer_norm_epsilon norm_eps",
         Key(float, 0, 1, 1e-5, gguf="attention.layer_norm_epsilon"),
     ),
-    **_each("qk_layernorm use_qk_norm", _REJECT_FLAG),
+    "use_qk_norm": _REJECT_FLAG,
     **_each("use_sandwich_norm use_attention_gate", Key(bool, default=True)),
     # attention
     "num_attention_heads": Key(int, 1, 2**16, gguf="attention.head_count"),
     "num_key_value_heads": Key(int, 1, 2**16, gguf="attention.head_count_kv"),
     "head_dim": Key(int, 2, 2**16, gguf="attention.key_length"),
-    **_each("attention_bias attention_out_bias qkv_bias use_qkv_bias use_bias", _REJECT_FLAG),
+    **_each("attention_bias attention_out_bias qkv_bias use_bias", _REJECT_FLAG),
     **_each("attention_chunk_size dual_chunk_attention_config", _REJECT),
     "is_causal": Key(bool, default=True, if_unread="reject"),
     **_each("use_mla attn_output_gate attention_k_eq_v", _REJECT_FLAG),
@@ -114,7 +111,6 @@ SCHEMA: dict[str, Key] = {
     "vocab_size_per_layer_input": Key(int, 1, 2**19, **_IGNORE),
     "query_pre_attn_scalar": Key(int, 1, 2**20, None, "reject"),
     "attention_multiplier": Key(float, 1e-6, 1e6, None, "reject", gguf="attention.scale"),
-    "attn_temperature_tuning": Key(bool | int, default=False, if_unread="reject"),
     **_each("layer_types layers_block_type", Key(list[str])),
     "sliding_window": Key(
         int, 0, MAX_POSITIONS, None, "reject", nullable=True, gguf="attention.sliding_window"
@@ -122,7 +118,6 @@ SCHEMA: dict[str, Key] = {
     "use_sliding_window": _REJECT_FLAG,
     "max_window_layers": Key(int, *_LAYERS, 28, "ignore"),
     "sliding_window_pattern": Key(int | str, default=4, **_IGNORE),
-    "global_attn_every_n_layers": Key(int, 1, 10_000, 4, "ignore"),
     # RoPE: in config.json, or in a dict of its own
     **_each("rope_parameters rope_scaling", Key(dict[str, Any], nullable=True)),
     **_each("rope_type type", Key(str, default="default")),
@@ -145,7 +140,6 @@ SCHEMA: dict[str, Key] = {
     "rope_interleaved": _REJECT_FLAG,
     "rope_interleave": Key(bool, default=True, if_unread="reject"),
     "no_rope_layers": Key(list[int], if_unread="reject"),
-    "layer_rope_theta": Key(list[float], if_unread="reject"),
     # the MLP
     "intermediate_size": Key(int, 1, 2**22, gguf="feed_forward_length"),
     "block_ff_dim": Key(int, 1, 2**22),
@@ -175,7 +169,7 @@ SCHEMA: dict[str, Key] = {
     "n_group": Key(int, *_EXPERTS, 1, gguf="expert_group_count"),
     "topk_group": Key(int, *_EXPERTS, 1, gguf="expert_group_used_count"),
     **_each(
-        "routed_scaling_factor router_scaling_factor route_scale",
+        "routed_scaling_factor router_scaling_factor",
         Key(float, *_FACTOR, 1.0, gguf="expert_weights_scale"),
     ),
     "moe_norm_min": Key(float, 0, 1, 1e-12, "reject"),
@@ -235,28 +229,22 @@ parsed without loading that file."""
 
 HARMLESS = frozenset((
     # metadata of the file, and settings for building and training the model
-    "auto_map", "chunk_size_feed_forward", "embedding_initializer_range",
-    "gradient_checkpointing", "id2label", "initializer_range", "is_decoder", "is_encoder_decoder",
-    "label2id", "output_attentions",
+    "auto_map", "chunk_size_feed_forward", "gradient_checkpointing", "id2label",
+    "initializer_range", "is_decoder", "is_encoder_decoder", "label2id", "output_attentions",
     "output_hidden_states", "pretraining_tp", "problem_type", "return_dict", "tokenizer_class",
-    "torchscript", "transformers_version", "use_bfloat16", "name_or_path",
-    "finetuning_task", "prefix", "pruned_heads", "task_specific_params", "tf_legacy_loss",
-    "tie_encoder_decoder", "cross_attention_hidden_size",
+    "torchscript", "transformers_version", "use_bfloat16", "name_or_path", "finetuning_task",
+    "prefix", "pruned_heads", "task_specific_params", "tf_legacy_loss", "tie_encoder_decoder",
+    "cross_attention_hidden_size",
     # token ids of BOS, padding and others
     "bos_token_id", "decoder_start_token_id", "eod_token_id", "pad_token_id", "sep_token_id",
     "unk_token_id",
     # only for training
-    "attention_dropout", "classifier_dropout", "embd_pdrop", "embedding_dropout",
-    "hidden_dropout", "resid_pdrop",
-    "residual_dropout", "attn_pdrop", "dropout", "layerdrop", "embed_dropout",
-    "output_router_logits", "router_aux_loss_coef", "input_jitter_noise", "router_jitter_noise",
+    "attention_dropout", "classifier_dropout", "embd_pdrop", "hidden_dropout", "resid_pdrop",
+    "residual_dropout", "output_router_logits", "router_aux_loss_coef", "router_jitter_noise",
     # settings of transformers' own implementations
-    "cache_implementation", "use_cache", "mamba_chunk_size", "num_logits_to_keep",
-    "chunk_size", "mamba_ssm_cache_dtype", "moe_shared_expert_overlap", "use_mamba_kernels",
+    "cache_implementation", "use_cache", "mamba_chunk_size", "num_logits_to_keep", "chunk_size",
+    "mamba_ssm_cache_dtype", "moe_shared_expert_overlap", "use_mamba_kernels",
     "mtp_layers_block_type", "mtp_hybrid_override_pattern",
-    "reorder_and_upcast_attn", "attention_softmax_in_fp32", "scale_attention_softmax_in_fp32",
-    "summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type",
-    "summary_use_proj", "init_std",
     # initial weights
     "rescale_prenorm_residual", "time_step_floor", "time_step_max", "time_step_min", "expand",
     "z_loss_coefficient",

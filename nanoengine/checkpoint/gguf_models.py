@@ -167,7 +167,7 @@ def _rope_keys(model: GGUFModel) -> Json:
     metadata, family = model.metadata, every_family()[model.architecture]
     base = metadata.get("rope.freq_base", float, 1e4)
     full, sliding = family.rope_theta_keys or ("rope_theta", "rope_theta")
-    default = base if sliding == full or metadata.architecture == "mellum" else 1e4
+    default = base if sliding == full else 1e4
     sliding_base = metadata.get("rope.freq_base_swa", float, default)
     if sliding == full and sliding_base != base:
         metadata.reject("rope.freq_base_swa", f"{base}, as in layers without a window")

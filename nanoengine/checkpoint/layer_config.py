@@ -130,8 +130,8 @@ class LayerConfig:
     Attention:
         qkv_bias, output_bias: the projections have biases.
         output_gate: the output of attention is multiplied by the sigmoid of a projection. Its
-            weight in the checkpoint: "q_proj": a part of the rows of q_proj; "gate_proj": a matrix
-            of its own; "per_head": a gate_proj with one output per head.
+            weight in the checkpoint: "q_proj": a part of the rows of q_proj; "per_head": a matrix
+            of its own, gate_proj, with one output per head.
         attention_multiplier: factor on q.k; None: head_dim ** -0.5.
         attn_logit_softcapping: c: scores become c * tanh(x / c); None: no soft cap.
         attention_sinks: each head has a learned score in the sum of its softmax
@@ -169,7 +169,7 @@ class LayerConfig:
 
     qkv_bias: bool = False
     output_bias: bool = False
-    output_gate: Literal[False, "q_proj", "gate_proj", "per_head"] = False
+    output_gate: Literal[False, "q_proj", "per_head"] = False
     attention_multiplier: float | None = None
     attn_logit_softcapping: float | None = None
     attention_sinks: bool = False

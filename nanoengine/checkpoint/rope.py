@@ -28,6 +28,9 @@ ROPE_KEYS: dict[str, tuple[set[str], set[str]]] = {
 }
 """Rope type -> its required and its optional parameters."""
 
+RENAMED = {"su": "longrope", "mrope": "default"}
+"""Older names of rope types. Why default: see `M_ROPE`."""
+
 ORIGINAL = "original_max_position_embeddings"
 COMMON_KEYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor", ORIGINAL}
 """Parameters that every rope type may have."""
@@ -138,7 +141,7 @@ def _rope(
 ) -> RopeConfig:  # fmt: skip
     rope_keys = ConfigReader(raw, where=f"config.json: {key}")
     kind = rope_keys.get("rope_type" if "rope_type" in rope_keys else "type")
-    kind = "longrope" if kind == "su" else kind
+    kind = RENAMED.get(kind, kind)
     has_theta = "rope_theta" in rope_keys
     # Why: the outer key is read, and so checked, even if the key in the dict takes precedence.
     theta = keys.get(base) if base in keys.raw or not has_theta else None

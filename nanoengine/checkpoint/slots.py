@@ -89,6 +89,7 @@ PREFIXES = {
     "model.": "lm_head.",
     "": "lm_head.",
     "model.language_model.": "lm_head.",
+    "model.text_model.": "lm_head.",
     "backbone.": "lm_head.",
     "transformer.": "lm_head.",
     "gpt_neox.": "embed_out.",

@@ -10,18 +10,29 @@ from pathlib import Path
 from typing import Any
 
 from nanoengine.checkpoint.config_reader import Json
+from nanoengine.checkpoint.families import TEXT_PARTS
 from nanoengine.checkpoint.layer_config import FULL, SLIDING, LayerConfig
 from nanoengine.errors import UnsupportedModelError
 from nanoengine.settings.checks import truncate
 
 
 def is_decoder(raw: Json) -> bool:
-    """True if the config is of a causal language model that transformers has."""
+    """True if the config, or its text_config, is of a causal language model in transformers."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     names, endings = raw.get("architectures") or (), ("ForCausalLM", "LMHeadModel")
-    known = raw.get("model_type") in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    return known and all(str(name).endswith(endings) for name in names)
+    known = (raw.get("text_config") or raw).get("model_type") in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    return known and all(str(name).endswith(endings) or name in TEXT_PARTS for name in names)
+
+
+def complete_text_config(text: Json) -> Json:
+    """A `text_config` with the sizes that it lacks, which are the defaults of its config class."""
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.for_model(**text).to_dict()
+    except Exception as error:  # its config classes raise anything
+        raise UnsupportedModelError(f"text_config is not valid: {truncate(error)}") from error
 
 
 def sizes_of(directory: Path) -> dict[str, Any]:
@@ -55,11 +66,14 @@ def sizes_of(directory: Path) -> dict[str, Any]:
             " supported: full and sliding-window attention, RoPE that does not depend on the length"
             " of other sequences, and weights in floats"
         )
-    equal = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
+    equal = ("hidden_size", "num_hidden_layers", "num_attention_heads")
     return {key: getattr(config, key) for key in equal} | {
+        "vocab_size": getattr(config, "output_vocab_size", None) or config.vocab_size,
         "intermediate_size": getattr(config, "intermediate_size", None) or config.hidden_size,
         "num_key_value_heads": getattr(config, "num_key_value_heads", None) or heads,
-        "head_dim": getattr(config, "head_dim", None) or config.hidden_size // heads,
+        "head_dim": getattr(config, "qk_head_dim", None)  # of MLA
+        or getattr(config, "head_dim", None)
+        or config.hidden_size // heads,
         "max_position_embeddings": getattr(config, "max_position_embeddings", None) or 2**20,
         "rms_norm_eps": 0.0,
         "tie_word_embeddings": bool(config.tie_word_embeddings),

@@ -69,7 +69,9 @@ class Recorder:
             ]
             return json_line(_simple_record(task, completions, usage, None))
         is_chat, num_top = task.kind == "chat", task.params.logprobs
-        choice = functools.partial(_chat_choice, num_top, parser) if is_chat else _text_choice
+        choice = functools.partial(_chat_choice, num_top, parser)
+        if not is_chat:
+            choice = functools.partial(_text_choice, output, task.echo)
         body = {
             "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{task.row}",
             "object": "chat.completion" if is_chat else "text_completion",
@@ -78,7 +80,7 @@ class Recorder:
             "choices": [choice(completion) for completion in output.outputs],
             "usage": usage,
         }
-        if output.prompt_logprobs is not None:
+        if output.prompt_logprobs is not None and not (task.echo and num_top is not None):
             body["prompt_logprobs"] = _prompt_logprobs(output)
         return json_line(_openai_record(task, body, None))
 
@@ -206,18 +208,27 @@ def _text_and_value(token_id: int, logprob: Logprob) -> tuple[str, float]:
     return f"token_id:{token_id}" if text is None else text, max(logprob.logprob, MIN_LOGPROB)
 
 
-def _text_choice(completion: CompletionOutput) -> dict[str, Any]:
-    logprobs = None
-    if completion.logprobs is not None:
-        sampled = [_text_and_value(*next(iter(entry.items()))) for entry in completion.logprobs]
-        tokens = [text for text, _ in sampled]
+def _text_choice(output: RequestOutput, echo: str, completion: CompletionOutput) -> dict[str, Any]:
+    """A completion, with its prompt if `echo` is set (see `Task`). The prompt's first token has no
+    log-probability."""
+    text, entries, logprobs = completion.text, completion.logprobs, None
+    prompt, before = output.prompt or "", output.prompt_logprobs or []
+    if echo == "alone":
+        text, entries = "", None if entries is None else []
+    if echo:
+        text, entries = prompt + text, None if entries is None else [*before, *entries]
+    if entries is not None:
+        sampled = [_text_and_value(*next(iter(e.items()))) if e else ("", None) for e in entries]
+        tokens = [token for token, _ in sampled]
+        if echo:
+            tokens[0] = prompt[: len(prompt) - sum(map(len, tokens[1 : len(before)]))]
         logprobs = {
             "tokens": tokens,
             "token_logprobs": [value for _, value in sampled],
-            "top_logprobs": [_by_token(entry) for entry in completion.logprobs],
+            "top_logprobs": [e and _by_token(e) for e in entries],
             "text_offset": list(itertools.accumulate(map(len, tokens), initial=0))[:-1],
         }
-    choice = {"index": completion.index, "text": completion.text, "logprobs": logprobs}
+    choice = {"index": completion.index, "text": text, "logprobs": logprobs}
     return choice | _ending(completion)
 
 

@@ -119,6 +119,7 @@ class Task:
         output_parser: parses reasoning and tool calls; None: outputs are not parsed.
         parts: the prompts of a row that has several; they run concurrently.
         make_body: makes the body of the response from the outputs, in the order of the parts.
+        echo: a completion repeats the prompt: "before" its text, or "alone", without its text.
         error: why the row failed.
     """
 
@@ -137,6 +138,7 @@ class Task:
     output_parser: OutputParser | None = None
     parts: list[Any] = field(default_factory=list)
     make_body: Callable[[list[Any]], dict[str, Any]] | None = None
+    echo: Literal["", "before", "alone"] = ""
     error: RowError | None = None
 
 
@@ -398,6 +400,8 @@ class RowReader:
             self._fill_chat(task, body)
         else:
             task.prompt = _completion_prompt(body)
+            if "echo" in body:
+                _add_echo(task, body)
             task.params = self._params_for(body, "completion")
 
     def _check_names(self, body: dict[str, Any], names: dict[str, None]) -> None:
@@ -571,6 +575,20 @@ def _completion_prompt(body: Mapping[str, Any]) -> Any:
         raise RequestError(f"prompt must be a string or token ids, got {quoted(prompt)}")
     name = "prompt" if isinstance(prompt, str) else "prompt_token_ids"
     return {name: prompt} | ({"cache_salt": body["cache_salt"]} if "cache_salt" in body else {})
+
+
+def _add_echo(task: Task, body: dict[str, Any]) -> None:
+    """Sets `echo` of a completion. With max_tokens=0 one token is computed, and left out."""
+    echo = body.pop("echo")
+    if not isinstance(echo, bool) or (echo and "prompt" not in task.prompt):
+        raise RequestError("echo must be true or false, and needs a prompt that is text")
+    if not echo:
+        return
+    task.echo = "before"
+    if body.get("max_tokens") == 0:
+        task.echo, body["max_tokens"] = "alone", 1
+    if "logprobs" in body:
+        body["prompt_logprobs"] = body["logprobs"]
 
 
 def kind_of(lines: Iterable[Line]) -> Kind:

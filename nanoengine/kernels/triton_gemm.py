@@ -51,22 +51,18 @@ def with_bias(acc, out, bias, columns, OUT: tl.constexpr, BIAS: tl.constexpr):
 @triton.jit(do_not_specialize=["num_rows"])
 def gemm_kernel(
     out, x, weight, bias, num_rows,
-    X_ROW: tl.constexpr, OUT_ROW: tl.constexpr, IN: tl.constexpr, OUT: tl.constexpr,
+    X_ROW: tl.constexpr, IN: tl.constexpr, OUT: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
-    BIAS: tl.constexpr, HEADS: tl.constexpr = None,
+    BIAS: tl.constexpr,
 ):  # fmt: skip
-    """out [T, OUT] = x [T, IN] @ weight [OUT, IN].T + bias. Grid: [T / M, OUT / N, 1], rounded up.
+    """out [T, OUT] = x [T, IN] @ weight [OUT, IN].T + bias. Grid: [T / M, OUT / N], rounded up.
 
-    The first axis of the grid is rows: programs that run together then share weights. HEADS, if not
-    None: the third axis is a batch of products, with these strides in out, x and weight.
+    The first axis of the grid is rows: programs that run together then share weights.
     """
-    if HEADS is not None:
-        head = tl.program_id(2)
-        out, x, weight = out + head * HEADS[0], x + head * HEADS[1], weight + head * HEADS[2]
     rows = tl.program_id(0) * M + tl.arange(0, M)
     columns = tl.program_id(1) * N + tl.arange(0, N)
     inside = (rows < num_rows)[:, None]
     x_rows = x + rows.to(tl.int64)[:, None] * X_ROW
     result = products(out, x_rows, inside, weight, bias, columns, IN, OUT, M, N, K, BIAS)
-    target = out + rows.to(tl.int64)[:, None] * OUT_ROW + columns[None, :]
+    target = out + rows.to(tl.int64)[:, None] * OUT + columns[None, :]
     tl.store(target, result, mask=inside & (columns < OUT)[None, :])

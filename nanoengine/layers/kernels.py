@@ -128,10 +128,9 @@ class LinearMethod(nn.Module, ABC):
         has_kernel: a compiled kernel multiplies by this weight, with inputs in their original
             order.
         product: on a GPU, a description of the kernel that multiplies by it; "": torch, in floats.
-        bmm: torch.bmm, or the method's replacement for it.
     """
 
-    num_weights, has_kernel, product, bmm = 0, False, "", staticmethod(torch.bmm)
+    num_weights, has_kernel, product = 0, False, ""
 
     def __init__(self, name: str) -> None:
         """`name` is the layer's full name."""

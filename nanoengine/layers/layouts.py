@@ -107,7 +107,7 @@ class ReorderedQKV(QKVLinear):
         gates = 1 if where == "per_head" else config.head_dim if where else 0
         super().__init__(name, config, context, gates)
         self.head_dim, order = config.head_dim, head_order(config)
-        if where in ("gate_proj", "per_head"):
+        if where == "per_head":
             size = config.num_attention_heads * gates
             self.parts = {"gate_proj": size, **self.parts, "q_proj": self.parts["q_proj"] - size}
             self.shards = {"gate_proj": context.shard, **self.shards}

@@ -69,28 +69,11 @@ class TritonLinear(UnquantizedLinear):
             triton_gemm.gemm_kernel,
             (cdiv(len(rows), config.rows), cdiv(out_features, config.columns)),
             gemm_constants(
-                rows.stride(0), out_features, in_features, out_features, bias is not None, config
+                rows.stride(0), in_features, out_features, bias is not None, config
             ),
             out, rows, self.weight, self.weight if bias is None else bias, len(rows),
         )  # fmt: skip
         return out.view(*x.shape[:-1], out_features)
-
-    @staticmethod
-    def bmm(x: torch.Tensor, weight: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
-        """out [H, T, O] = x [H, T, I] @ weight [H, I, O]; in the weight's memory, the inputs of an
-        output are contiguous."""
-        heads, rows, inputs = x.shape
-        outputs = weight.shape[2]
-        assert weight.stride()[1:] == (1, inputs) and x.stride(2) == out.stride(2) == 1
-        config = TritonLinear.config(x, outputs)
-        head_strides = out.stride(0), x.stride(0), weight.stride(0)
-        launch(
-            triton_gemm.gemm_kernel,
-            (cdiv(rows, config.rows), cdiv(outputs, config.columns), heads),
-            gemm_constants(x.stride(1), out.stride(1), inputs, outputs, False, config,
-            head_strides), out, x, weight, weight, rows,
-        )  # fmt: skip
-        return out
 
     @staticmethod
     def config(x: torch.Tensor, out_features: int) -> GemmConfig:
@@ -100,12 +83,11 @@ class TritonLinear(UnquantizedLinear):
 
 @functools.cache
 def gemm_constants(
-    row: int, out_row: int, inputs: int, outputs: int, biased: bool, config: GemmConfig,
-    heads: tuple[int, ...] | None = None,
+    row: int, inputs: int, outputs: int, biased: bool, config: GemmConfig
 ) -> Constants:  # fmt: skip
     """The constants of `gemm_kernel`."""
     return Constants(
-        X_ROW=row, OUT_ROW=out_row, HEADS=heads, IN=inputs, OUT=outputs,
+        X_ROW=row, IN=inputs, OUT=outputs,
         M=config.rows, N=config.columns, K=config.inputs,
         BIAS=biased, num_warps=config.warps, num_stages=config.stages,
     )  # fmt: skip

@@ -87,7 +87,7 @@ class PerHeadLinear(Layer):
             return per_head_matmul(x, method, self.padded)[..., :outputs]
         weight = method.weight.view(heads, self.padded, inputs)[:, :outputs].to(x.dtype)
         out = x.new_empty(len(x), heads, outputs) if out is None else out
-        method.bmm(x.transpose(0, 1), weight.transpose(1, 2), out=out.transpose(0, 1))
+        torch.bmm(x.transpose(0, 1), weight.transpose(1, 2), out=out.transpose(0, 1))
         return out
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 from transformers.modeling_outputs import BaseModelOutput
@@ -37,6 +38,8 @@ INTERFACE = "nanoengine"
 ROUTERS = ("gate", "router", "classifier", "wg")
 """Last parts of the names of linear layers that are not swapped. Why: a router with rounded
 weights would choose other experts."""
+TEXT_PART_NAMES = {r"^(model\.)?(language_model|text_model)\.(model\.)?": "model."}
+"""Prefix of tensors in a multimodal checkpoint -> in its text part."""
 PROBE_TOKENS, PROBE_SPLIT, PROBE_WINDOW = 9, 5, 4
 
 
@@ -53,13 +56,14 @@ def paged_attention(
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention function: query [1, H, T, D], key and value [1, K, T, D] ->
     [1, T, H, D]. The other arguments are transformers' own."""
+    size = value.shape[3]  # Why padded: with MLA values are smaller than keys.
+    value = F.pad(value, (0, query.shape[3] - size))
     q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
     model: TransformersLM = vars(module)["model_of_step"]
     if model.batch is not None:
         paged: Attention = vars(module)["paged"]
-        return paged.backend.forward(q, k, v, paged.cache, model.batch)[None], None
-    if q.shape[2] != v.shape[2]:
-        raise UnsupportedModelError("its keys and values have different head sizes")
+        attended = paged.backend.forward(q, k, v, paged.cache, model.batch)
+        return attended[None, ..., :size], None
     spec = AttentionSpec(
         num_heads=q.shape[1],
         num_kv_heads=k.shape[1],
@@ -69,7 +73,7 @@ def paged_attention(
         softcap=softcap,
         sinks=None if s_aux is None else s_aux.float(),
     )
-    return model.attend_probe(module, spec, q, k, v)[None].contiguous(), None
+    return model.attend_probe(module, spec, q, k, v)[None, ..., :size].contiguous(), None
 
 
 AttentionInterface.register(INTERFACE, paged_attention)
@@ -132,18 +136,22 @@ class TransformersLM(Layer):
         dtype = torch.promote_types(context.stored_dtype, torch.float32)
         options = {"dtype": dtype, "attn_implementation": INTERFACE}
         try:
+            source = AutoConfig.from_pretrained(directory).get_text_config(decoder=True)
             if dummy:
-                source = AutoConfig.from_pretrained(directory)
                 self.whole = AutoModelForCausalLM.from_config(source, **options)
             else:
+                options |= {"config": source, "key_mapping": TEXT_PART_NAMES}
                 self.whole = AutoModelForCausalLM.from_pretrained(directory, **options)
             self.whole.eval().requires_grad_(False).to(context.device)
             for module in self.whole.modules():
                 vars(module)["model_of_step"] = self
             self.whole.set_experts_implementation("eager")  # which supports every size and dtype
+            text_config = self.whole.config.get_text_config(decoder=True)
+            window = getattr(text_config, "sliding_window", None)
             if any(self.windows):  # Why: masks read the window in each forward.
-                self.whole.config.get_text_config(decoder=True).sliding_window = PROBE_WINDOW
+                text_config.sliding_window = PROBE_WINDOW
             self.check(*self.probe(context.device))
+            text_config.sliding_window = window
             self.swap_linears(context)
             self.whole.to(context.dtype)
             calls, self.calls, self.past = self.calls, [], {}

@@ -268,6 +268,27 @@ def test_outputs_equal_those_of_llm_with_vllms_fields(llm: VLLM) -> None:
         assert "changed" in repr(output)
 
 
+def test_enqueued_requests_give_the_outputs_of_a_call(llm: VLLM) -> None:
+    """The requests survive another call in between, and keep their ids and their order."""
+    params, talk = VLLMParams(**GREEDY), [{"role": "user", "content": "Hello"}]
+    ids = llm.enqueue(["Once upon", "Tom"], [params, VLLMParams(temperature=0, max_tokens=1)])
+    with pytest.raises(RequestError, match="prompt 1: "):
+        llm.enqueue(["Once", [-1]], params)
+    expected = llm.generate(["Once upon", "Tom"], params, use_tqdm=False)
+    expected += llm.chat(talk, params, use_tqdm=False)
+    ids += llm.enqueue_chat(talk, params, priority=[-1], add_generation_prompt=True)
+    found = llm.wait_for_completion(use_tqdm=False)
+    assert [output.request_id for output in found] == ids and len({*ids}) == 3
+    tokens = [output.outputs[0].token_ids for output in expected]
+    assert [output.outputs[0].token_ids for output in found] == [
+        tokens[0],
+        tokens[1][:1],
+        tokens[2],
+    ]
+    assert found[2].prompt == expected[2].prompt and found[0].outputs[0].finished()
+    assert llm.wait_for_completion(use_tqdm=False) == []
+
+
 def test_a_failed_request_causes_a_warning(llm: VLLM) -> None:
     long = VLLMParams(max_tokens=1)
     with pytest.warns(UserWarning, match=r"1 of 2 requests failed: .*max_model_len"):
@@ -283,6 +304,8 @@ def test_calls_reject_unsupported_options(llm: VLLM) -> None:
     for call in (
         lambda: llm.chat(talk, chat_template_content_format="openai"),
         lambda: llm.generate("Once", tokenization_kwargs={"truncation": True}),
+        lambda: llm.enqueue("Once", tokenization_kwargs={"truncation": True}),
+        lambda: llm.enqueue_chat(talk, mm_processor_kwargs={"a": 1}),
         lambda: llm.reset_prefix_cache(reset_running_requests=True),
         lambda: llm.llm_engine.add_request("a", "Once", params, trace_headers={"a": "b"}),
         lambda: llm.llm_engine.add_request("a", "Once", params, unknown=None),

@@ -1,10 +1,7 @@
-"""vLLM's logits processors and the row indices that they receive, and AsyncLLM."""
+"""vLLM's logits processors and the row indices that they receive."""
 
 from __future__ import annotations
 
-import asyncio
-import threading
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,10 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanoengine.as_vllm.async_llm import VLLMAsync
-from nanoengine.as_vllm.engine_args import EngineArgs
 from nanoengine.as_vllm.llm import VLLM
-from nanoengine.as_vllm.params import RequestOutputKind, VLLMParams
+from nanoengine.as_vllm.params import VLLMParams
 from nanoengine.as_vllm.processors import (
     AdapterLogitsProcessor,
     BatchedProcessor,
@@ -25,7 +20,6 @@ from nanoengine.as_vllm.processors import (
     process_dict_updates,
 )
 from nanoengine.assets import demo_model_path
-from nanoengine.errors import EngineDeadError, NanoEngineError, RequestError
 from nanoengine.features.custom_processors import TokenIds
 
 MODEL = str(demo_model_path())
@@ -157,133 +151,3 @@ def test_a_request_rejected_by_a_class_fails_alone() -> None:
     with make(Odd) as llm, pytest.warns(UserWarning, match="1 of 2 requests failed"):
         good, bad = llm.generate(["a", "b"], [VLLMParams(max_tokens=2), wrong], use_tqdm=False)
     assert good.outputs[0].error is None and "step is too large" in bad.outputs[0].error
-
-
-# --- AsyncLLM -------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def engine() -> Iterator[VLLMAsync]:
-    args = EngineArgs(model=MODEL, num_gpu_blocks_override=64, max_num_seqs=4)
-    engine = VLLMAsync.from_engine_args(args)
-    yield engine
-    engine.shutdown()
-
-
-async def collect(engine: VLLMAsync, prompt: str, params: VLLMParams, name: str) -> list[Any]:
-    return [one async for one in engine.generate(prompt, params, request_id=name)]
-
-
-def test_concurrent_requests_give_the_outputs_of_a_call(engine: VLLMAsync) -> None:
-    kinds = RequestOutputKind
-    params = VLLMParams(temperature=0, max_tokens=6, ignore_eos=True)
-
-    async def run() -> list[list[Any]]:
-        calls = []
-        for i, prompt in enumerate(PROMPTS):
-            own = params.clone()
-            own.output_kind = (kinds.DELTA, kinds.CUMULATIVE, kinds.FINAL_ONLY)[i % 3]
-            calls.append(collect(engine, prompt, own, f"r{i}"))
-        return list(await asyncio.gather(*calls))
-
-    found = asyncio.run(run())
-    expected = engine._llm.generate(PROMPTS, params, use_tqdm=False)
-    for i, (outputs, whole) in enumerate(zip(found, expected, strict=True)):
-        texts = [one.outputs[0].text for one in outputs]
-        assert outputs[-1].finished and outputs[-1].request_id == f"r{i}"
-        assert ("".join(texts) if i % 3 == 0 else texts[-1]) == whole.outputs[0].text
-        assert len(outputs) > 2 or i % 3 == 2
-
-
-def test_closing_an_iterator_aborts_its_request(engine: VLLMAsync) -> None:
-    long = VLLMParams(temperature=0, max_tokens=400, ignore_eos=True)
-
-    async def run() -> None:
-        outputs = engine.generate("Once", long, "left")
-        async for _ in outputs:
-            break
-        with pytest.raises(RequestError, match="in use"):
-            await collect(engine, "Once", long, "left")
-        await outputs.aclose()
-        assert not engine._engine.has_unfinished_requests()
-        assert (await collect(engine, "Once", VLLMParams(max_tokens=1), "left"))[-1].finished
-
-    asyncio.run(run())
-
-
-def test_an_exception_of_a_step_reaches_all_waiting_requests(
-    engine: VLLMAsync, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def step() -> None:
-        raise RuntimeError("broken")
-
-    monkeypatch.setattr(engine._engine, "step", step)
-    with pytest.raises(RuntimeError, match="broken"):
-        asyncio.run(collect(engine, "Once", VLLMParams(max_tokens=3), "x"))
-    with pytest.raises(AttributeError, match=r"AsyncLLM\.encode"):
-        engine.encode("Once")
-
-
-LONG = VLLMParams(temperature=0, max_tokens=400, ignore_eos=True)
-
-
-def test_steps_end_although_a_consumer_is_slow(engine: VLLMAsync) -> None:
-    """Regression: an idle engine was stepped forever, and each step's error was kept."""
-
-    async def run() -> None:
-        slow = engine.generate("Once", VLLMParams(max_tokens=1), "slow")
-        assert (await anext(slow)).finished
-        assert engine._stepping is not None
-        await asyncio.wait_for(engine._stepping, 20)
-        cut = engine.generate("Once", LONG, "cut")
-        await anext(cut)
-        engine._llm.generate("Tom", VLLMParams(max_tokens=1), use_tqdm=False)
-        await asyncio.wait_for(engine._stepping, 20)
-        with pytest.raises(NanoEngineError, match="ended by another call"):
-            _ = [one async for one in cut]
-        again = await collect(engine, "Once", VLLMParams(max_tokens=1), "slow")
-        assert again[-1].finished
-        await slow.aclose()
-
-    asyncio.run(run())
-
-
-def test_cancelling_while_a_request_is_added_leaves_no_request(
-    engine: VLLMAsync, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    begun, cancelled, add = threading.Event(), threading.Event(), engine._engine.add_request
-
-    def slow(*args: Any, **options: Any) -> str:
-        begun.set()
-        assert cancelled.wait(20)
-        return add(*args, **options)
-
-    async def run() -> None:
-        monkeypatch.setattr(engine._engine, "add_request", slow)
-        task = asyncio.create_task(collect(engine, "Once", LONG, "gone"))
-        await asyncio.to_thread(begun.wait)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        cancelled.set()
-        await engine._call(lambda: None)  # after all pending work of the thread
-        assert not engine._engine.has_unfinished_requests()
-
-    asyncio.run(run())
-
-
-def test_a_shutdown_ends_waiting_requests() -> None:
-    """Regression: a waiting request and a new one both hung after a shutdown."""
-    engine = VLLMAsync.from_engine_args(EngineArgs(model=MODEL, num_gpu_blocks_override=64))
-
-    async def run() -> None:
-        task = asyncio.create_task(collect(engine, "Once", LONG, "a"))
-        while not engine._outputs:
-            await asyncio.sleep(0)
-        engine.shutdown()
-        with pytest.raises(EngineDeadError, match="shut down"):
-            await task
-        with pytest.raises(EngineDeadError, match="shut down"):
-            await collect(engine, "Once", LONG, "b")
-
-    asyncio.run(run())

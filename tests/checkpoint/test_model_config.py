@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from nanoengine.checkpoint.config import (
+    UnknownArchitectureError,
     load_model_config,
     parse_model_config,
 )
@@ -201,11 +203,13 @@ def test_harmless_keys_are_accepted() -> None:
 def test_an_unknown_architecture_raises_with_the_supported_ones() -> None:
     with pytest.raises(UnsupportedModelError) as error:
         parse_model_config({**BASE, "architectures": ["BloomForCausalLM"]})
-    known = [*every_family(), *TEXT_PARTS]
-    assert "BloomForCausalLM" in str(error.value)
-    assert sum(name in str(error.value).split("supported: ")[1] for name in known) >= 10
-    with pytest.raises(UnsupportedModelError, match="model_type='bloom'"):
-        parse_model_config({**BASE, "architectures": None, "model_type": "bloom"})
+    known = len(every_family() | dict.fromkeys(TEXT_PARTS)) - 3
+    assert re.search(
+        rf"'BloomForCausalLM'; supported: \w+, \w+, \w+ and {known} more$", str(error.value)
+    )
+    # Other values are not checked: transformers' modules may support them.
+    with pytest.raises(UnknownArchitectureError, match="model_type='bloom'"):
+        parse_model_config({"model_type": "bloom", "num_experts": 16384, "intermediate_size": [1]})
 
 
 def test_a_directory_without_a_valid_config_is_rejected(tmp_path: Path) -> None:

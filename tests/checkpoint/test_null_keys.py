@@ -37,8 +37,7 @@ MERGED_KEYS = ("rope_parameters", "rope_scaling", "rope_theta", "rope_local_base
          "partial_rotary_factor")  # fmt: skip
 """Keys that transformers merges into `rope_parameters`."""
 
-NESTED = ("mellum", "gemma4", "gemma4_moe", "gemma4_unified", "gemma4_unified_vision",
-          "gemma4_vision")  # fmt: skip
+NESTED = ("gemma4", "gemma4_moe", "gemma4_unified", "gemma4_vision")
 """Families without config files from transformers 4."""
 
 NAMES = {"architectures", "model_type", "text_config"}

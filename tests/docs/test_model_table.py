@@ -5,6 +5,10 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES as MULTIMODAL,
+)
+
 from nanoengine.checkpoint.families import TEXT_PARTS, every_family
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
@@ -19,7 +23,8 @@ def test_the_table_lists_the_supported_families() -> None:
     }
     assert len(types_by_result) == text.count("\n| ") - 1, "every row of the table is parsed"
     by_type = dict(types_by_result["equal"])
-    assert set(by_type.values()) >= {*every_family(), *TEXT_PARTS}, (
+    others = {MULTIMODAL.get(t) for t, _ in types_by_result["equal, by transformers' modules"]}
+    assert {*by_type.values(), *others} >= {*every_family(), *TEXT_PARTS}, (
         "a family is missing: run python tools/model_table.py"
     )
     model_types = [kind for types in types_by_result.values() for kind, _ in types]

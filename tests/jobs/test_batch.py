@@ -121,6 +121,31 @@ def test_logprobs_have_the_format_of_openai(batch: Batch) -> None:
     assert found[1]["response"]["body"]["choices"][0]["logprobs"]["tokens"]
 
 
+def test_echo_repeats_the_prompt_with_its_logprobs(batch: Batch) -> None:
+    rows = [
+        completion("a", "one", echo=True, max_tokens=2),
+        completion("b", "one", echo=True, logprobs=1, max_tokens=0),
+        completion("c", "one", echo=True, logprobs=1, max_tokens=2),
+        completion("d", "one", logprobs=1, prompt_logprobs=1, max_tokens=2),
+        completion("e", "one", echo=False, max_tokens=2),
+    ]
+    found = batch.answers(rows)
+    for row in (0, 3, 4):  # The class in openai has no null, which the API returns.
+        validate(found[row])
+    bodies = [found[i]["response"]["body"] for i in range(len(rows))]
+    (plain, alone, both, apart, without) = [body["choices"][0] for body in bodies]
+    assert plain["text"] == both["text"] == "one" + without["text"] and alone["text"] == "one"
+    prompt, own = bodies[3]["prompt_logprobs"], apart["logprobs"]
+    for choice, more in ((alone, 0), (both, 2)):
+        logprobs = choice["logprobs"]
+        assert logprobs["top_logprobs"] == prompt + own["top_logprobs"][:more]
+        values = [None if entry is None else next(iter(entry.values())) for entry in prompt]
+        assert logprobs["token_logprobs"] == values + own["token_logprobs"][:more]
+        assert "".join(logprobs["tokens"]).startswith("one") and len(prompt) > 1
+        assert logprobs["text_offset"][0] == 0
+    assert "prompt_logprobs" not in bodies[1] and plain["logprobs"] is None
+
+
 BAD_ROWS: list[tuple[Any, str, str]] = [
     (completion("x", temprature=0), "invalid_row", "did you mean 'temperature'?"),
     (completion("x", stream=True), "invalid_row", "batch jobs do not stream"),
@@ -132,7 +157,9 @@ BAD_ROWS: list[tuple[Any, str, str]] = [
     (completion("x", "one " * 200), "invalid_request", "max_model_len"),
     (completion("x", [5, 10**6]), "invalid_request", "must be in [0, 401), got 1000000"),
     (completion("x", "\ud800"), "invalid_request", "UTF-8"),
-    (completion("x", echo=True), "invalid_row", "echo=True is not supported"),
+    (completion("x", echo=1), "invalid_row", "echo must be true or false"),
+    (completion("x", [5], echo=True), "invalid_row", "needs a prompt that is text"),
+    (chat("x", echo=True), "invalid_row", "only rows of /v1/completions may have it"),
     (completion("x", logit_bias={"a": 1}), "invalid_row", "a key of logit_bias must be an integer"),
     (chat("x", logprobs=3), "invalid_row", "logprobs must be true or false in a chat"),
     (chat("x", top_logprobs=3), "invalid_row", "top_logprobs needs logprobs: true"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -114,3 +115,34 @@ def test_a_model_has_the_same_results_under_another_instruction_set(name):
         # 0.008. The tests above show that quantizers and products are equal.
         tolerance = 1e-5 if form == "float32" else 0.02
         torch.testing.assert_close(logprobs[form], of_form, rtol=0, atol=tolerance)
+
+
+def logits_digest(directory: str) -> str:
+    """The digest of all logits of a few steps."""
+    digest = hashlib.sha256()
+    with LLM(directory, device="cpu", skip_tokenizer_init=True, num_kv_blocks=16) as llm:
+        model = llm.engine.executor.model
+        compute = model.logits
+
+        def logits(hidden: torch.Tensor) -> torch.Tensor:
+            found = compute(hidden)
+            digest.update(found.numpy().tobytes())
+            return found
+
+        model.logits = logits
+        prompts = [{"prompt_token_ids": ids} for ids in random_prompts(2, (5, 40))]
+        llm.generate(prompts, SamplingParams(max_tokens=4, seed=1, logprobs=0), use_tqdm=False)
+    return digest.hexdigest()
+
+
+def test_logits_do_not_depend_on_the_instruction_set_of_torch():
+    """With the same `cpu_isa`, all kernels up to the logits are this package's."""
+    code = "import sys; from tests.kernels.test_instruction_sets import logits_digest;"
+    code += "print(logits_digest(sys.argv[1]))"
+    directory, variables = checkpoint("qwen3"), {"ATEN_CPU_CAPABILITY": "default"}
+    done = subprocess.run(
+        [sys.executable, "-c", code, directory],
+        capture_output=True, text=True, check=False, cwd=ROOT, env=os.environ | variables,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split()[-1] == logits_digest(directory)

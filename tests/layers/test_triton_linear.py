@@ -56,18 +56,6 @@ def test_products_match_torch_with_and_without_bias(small, sizes, dtype):
         torch.testing.assert_close(out.float(), expected, rtol=0, atol=ATOL[dtype])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_per_head_products_are_one_launch(small, dtype):
-    """Inputs, outputs and weights are strided slices."""
-    x = inputs(19, 3 * 50, dtype).view(19, 3, 50)[..., :40].transpose(0, 1)
-    weight = inputs(3 * 32, 40, dtype).view(3, 32, 40)[:, :20].transpose(1, 2)
-    out = torch.full((19, 3, 24), 7.0, dtype=dtype, device=DEVICE)
-    TritonLinear.bmm(x, weight, out=out[..., :20].transpose(0, 1))
-    expected = torch.bmm(x.float(), weight.float()).transpose(0, 1)
-    torch.testing.assert_close(out[..., :20].float(), expected, rtol=0, atol=40 * ATOL[dtype])
-    assert (out[..., 20:] == 7).all()
-
-
 @pytest.mark.usefixtures("row_products")
 def test_a_row_has_the_same_bits_in_any_batch(small):
     method, x = layer(64, 48, torch.float32), inputs(40, 64, torch.float32)

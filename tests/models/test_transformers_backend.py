@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import torch
 import transformers
 
 from nanoengine import LLM, SamplingParams
+from nanoengine.attention.base import AttentionSpec
 from nanoengine.checkpoint.config import load_model_config
 from nanoengine.cli import main as cli
 from nanoengine.errors import ConfigError, UnsupportedModelError, WeightLoadError
@@ -112,12 +115,6 @@ def test_options_and_embeddings_match_the_native_model() -> None:
             }},
             "it has dynamic",
         ),
-        ("DeepseekV3Config", {
-            **HEADS, "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 16,
-            "qk_rope_head_dim": 8, "v_head_dim": 16, "n_routed_experts": 4,
-            "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 32,
-            "num_key_value_heads": 4,
-        }, "keys and values have different head sizes"),
     ],
 )  # fmt: skip
 def test_what_the_cache_cannot_hold_is_refused(
@@ -146,6 +143,37 @@ def test_a_model_that_depends_on_earlier_tokens_outside_attention_is_refused(mon
         UnsupportedModelError, match=r"attention is not causal|earlier ones outside"
     ):
         make_engine(checkpoint("llama"), model_impl="transformers", num_kv_blocks=4)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda spec: replace(spec, scale=1.02 * spec.scale),
+        lambda spec: replace(spec, sliding_window=transformers_backend.PROBE_WINDOW + 1),
+        lambda spec: replace(spec, sliding_window=None),
+        lambda spec: replace(spec, softcap=20.0),
+    ],
+)
+@pytest.mark.parametrize("family", ["cwm", "starcoder2"])
+def test_attention_that_differs_a_little_is_refused(
+    family: str, change: Callable[[AttentionSpec], AttentionSpec], monkeypatch: Any
+) -> None:
+    def changed(model: Any, module: Any, spec: AttentionSpec, *qkv: torch.Tensor) -> torch.Tensor:
+        return plain(model, module, change(spec), *qkv)
+
+    plain = transformers_backend.TransformersLM.attend_probe
+    monkeypatch.setattr(transformers_backend.TransformersLM, "attend_probe", changed)
+    with pytest.raises(UnsupportedModelError, match="attention is not causal"):
+        make_engine(checkpoint(family), dtype="float32", num_kv_blocks=4)
+
+
+def test_a_narrower_head_defines_the_vocabulary() -> None:
+    assert load_model_config(checkpoint("apertus1p5_vision")).vocab_size == 256
+
+
+def test_the_probe_leaves_the_config_as_it_was() -> None:
+    engine = make_engine(checkpoint("cwm"), dtype="float32", num_kv_blocks=4)
+    assert engine.executor.model.whole.config.sliding_window == 16
 
 
 def test_ranks_and_new_weights_are_refused() -> None:

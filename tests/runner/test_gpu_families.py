@@ -17,8 +17,8 @@ from tests.support.checkpoints import FAMILIES
 ROOT = Path(__file__).parents[2]
 ODD = [
     'gemma4 {"head_dim": 8, "global_head_dim": 40}',
-    'youtu {"kv_lora_rank": 33, "qk_rope_head_dim": 6, "qk_nope_head_dim": 5, "v_head_dim": 7,'
-    ' "vocab_size": 257}',
+    'deepseek_v3 {"kv_lora_rank": 33, "qk_rope_head_dim": 6, "qk_nope_head_dim": 5, "v_head_dim":'
+    ' 7, "vocab_size": 257}',
 ]
 """Sizes that are not powers of two, and sizes below the minimum of a GPU's matmul."""
 

@@ -16,7 +16,12 @@ from typing import Any
 import torch
 import transformers
 import yaml
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForMultimodalLM,
+    PreTrainedModel,
+)
 
 DATA = Path(__file__).parents[1] / "data"
 MODELS: dict[str, Any] = yaml.safe_load((DATA / "models.yaml").read_text(encoding="utf-8"))
@@ -24,6 +29,9 @@ COMMON: dict[str, Any] = MODELS["common"]
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = MODELS["families"]
 TRANSFORMERS: dict[str, tuple[str, dict[str, Any]]] = MODELS["transformers"]
 """Families without a native model, which transformers' modules compute."""
+TEXT_PARTS: dict[str, tuple[str, dict[str, Any]]] = MODELS["text_parts"]
+EVERY = FAMILIES | TRANSFORMERS | TEXT_PARTS
+"""All of them; `TEXT_PARTS` are multimodal checkpoints."""
 VISION = {
     "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
     "image_size": 28, "patch_size": 14,
@@ -35,24 +43,27 @@ ROUTED = ("gate.weight", "router.weight", "experts.gate_up_proj", "experts.up_pr
 
 NORMS = re.compile(r"(norm(_[12])?|\.ln_\w+)\.weight$|\.router\.scale$|per_expert_scale$")
 
-EAGER = ("gemma2", "gpt_oss", "granite_swa", "granitemoe_swa", "vaultgemma")
+EAGER = ("apertus1p5_vision", "gemma2", "gpt_oss", "granite_swa", "granitemoe_swa", "vaultgemma")
 """Families for which transformers has eager attention only."""
 
 
 def make_config(family: str, **overrides: Any) -> transformers.PreTrainedConfig:
     """The config of a tiny model; `overrides` are fields of it, or of its text config."""
-    kind, fields = copy.deepcopy((FAMILIES | TRANSFORMERS)[family])
+    kind, fields = copy.deepcopy(EVERY[family])
     if "text" not in fields:
         given = {**COMMON, **fields, **overrides}
         return getattr(transformers, kind)(**given)
-    _, text = copy.deepcopy(FAMILIES[fields.pop("text")])
-    vision = dict(VISION)
-    if kind.startswith("Qwen3"):
-        vision |= {"depth": 1, "num_heads": 2, "out_hidden_size": 64}
-    if kind == "Qwen3VLConfig":
-        vision |= {"deepstack_visual_indexes": [0]}
-    text = {**COMMON, **text, **overrides}
-    return getattr(transformers, kind)(text_config=text, vision_config=vision, **fields)
+    text_kind, text = copy.deepcopy(EVERY[fields.pop("text")])
+    text = {**COMMON, **text, **fields.pop("keys", {}), **overrides}
+    text = {key: value for key, value in text.items() if value is not None}
+    default = getattr(transformers, kind)()
+    part = "vision_config" if "vision_config" in default.sub_configs else "audio_config"
+    other = getattr(default, part) or default.sub_configs[part]
+    outer = fields.pop("outer", {})
+    parts = {part: {"model_type": other.model_type, **VISION, **fields}, **outer}
+    ours, kind_of_text = getattr(transformers, text_kind), default.sub_configs["text_config"]
+    text |= {"model_type": (ours if kind_of_text is AutoConfig else kind_of_text).model_type}
+    return getattr(transformers, kind)(text_config=text, **parts)
 
 
 def make_model(
@@ -61,7 +72,7 @@ def make_model(
     """A random model of `family` in transformers; `overrides` are fields of its config."""
     config = make_config(family, **overrides)
     torch.manual_seed(seed)
-    kind = AutoModelForImageTextToText if family.endswith("_vision") else AutoModelForCausalLM
+    kind = AutoModelForMultimodalLM if family.endswith("_vision") else AutoModelForCausalLM
     model = kind.from_config(
         config,
         dtype=torch.float32,

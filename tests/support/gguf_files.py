@@ -170,7 +170,7 @@ def converted(
             yield f"{name}.weight", tensor.mT if architecture == "gpt-oss" else tensor
         elif ends("experts.down_proj_bias"):
             yield f"{where}.experts.down_proj.bias", tensor
-        elif ends("kv_b_proj.weight") and architecture != "minicpm3" and not fused:
+        elif ends("kv_b_proj.weight") and not fused:
             nope_dim = config.qk_nope_head_dim
             heads = tensor.unflatten(0, (config.num_attention_heads, -1))
             yield name.replace("kv_b", "k_b"), heads[:, :nope_dim].mT.contiguous()
@@ -322,20 +322,12 @@ def metadata(config: Any, architecture: str) -> dict[str, Any]:
             found = {key: value for key, value in found.items() if "expert" not in key}
     if architecture == "deepseek2":
         found |= mla_keys(config, given)
-    elif architecture == "minicpm3":
-        found["attention.key_length"] = config.qk_nope_head_dim + config.qk_rope_head_dim
-        found["attention.value_length"] = None
     elif architecture == "gemma4":
         found |= gemma4_keys(given)
     elif architecture == "hy_v3":
         shared = config.num_shared_experts * config.moe_intermediate_size
         found["expert_shared_feed_forward_length"] = shared
         found["expert_weights_norm"] = True
-    elif architecture == "afmoe":
-        found["expert_weights_norm"] = True
-    elif architecture == "exaone-moe":
-        shared = config.num_shared_experts * config.moe_intermediate_size
-        found["expert_shared_feed_forward_length"] = shared
     if architecture == "phi3":
         found["rope.scaling.original_context_length"] = given.get(
             "original_max_position_embeddings", 4096

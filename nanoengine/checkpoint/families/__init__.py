@@ -26,26 +26,43 @@ def every_family() -> Mapping[str, Family]:
 
 
 ALIASES = {
-    "ExaoneMoEForCausalLM": "ExaoneMoeForCausalLM",
     "IQuestCoderForCausalLM": "LlamaForCausalLM",
     "InternLM3ForCausalLM": "LlamaForCausalLM",
 }
 """Architecture name in published checkpoints -> name in transformers."""
 
-TEXT_PARTS: dict[str, Mapping[str, str]] = {
-    "Gemma3ForConditionalGeneration": {"gemma3_text": "Gemma3ForCausalLM"},
-    "Gemma4ForConditionalGeneration": {"gemma4_text": "Gemma4ForCausalLM"},
-    "Gemma4UnifiedForConditionalGeneration": {"gemma4_unified_text": "Gemma4UnifiedForCausalLM"},
-    "Mistral3ForConditionalGeneration": {
-        "mistral": "MistralForCausalLM",
-        "ministral3": "Ministral3ForCausalLM",
-    },
-    "Qwen3_5ForConditionalGeneration": {"qwen3_5_text": "Qwen3_5ForCausalLM"},
-    "Qwen3_5MoeForConditionalGeneration": {"qwen3_5_moe_text": "Qwen3_5MoeForCausalLM"},
-    "Qwen3VLForConditionalGeneration": {"qwen3_vl_text": "Qwen3ForCausalLM"},
-}
-"""Multimodal architecture -> the `model_type` of its `text_config` -> the architecture of its text
-part."""
+
+def text_types() -> dict[str, str]:
+    """`model_type` of a `text_config` -> the architecture of its family."""
+    return {family.model_type: name for name, family in every_family().items()} | TEXT_TYPES
+
+
+TEXT_PARTS = frozenset((
+    "Apertus1p5ForConditionalGeneration",
+    "Exaone4_5_ForConditionalGeneration", "Gemma3ForConditionalGeneration",
+    "Gemma4ForConditionalGeneration", "Gemma4UnifiedForConditionalGeneration",
+    "Glm4vForConditionalGeneration", "Glm4vMoeForConditionalGeneration",
+    "Idefics3ForConditionalGeneration", "InternVLForConditionalGeneration",
+    "Lfm2VlForConditionalGeneration", "Lfm3VlForConditionalGeneration",
+    "LlavaForConditionalGeneration", "LlavaNextForConditionalGeneration",
+    "LlavaOnevisionForConditionalGeneration", "MiniCPMV4_6ForConditionalGeneration",
+    "Mistral3ForConditionalGeneration", "Qwen2VLForConditionalGeneration",
+    "Qwen2_5_VLForConditionalGeneration", "Qwen3VLForConditionalGeneration",
+    "Qwen3VLMoeForConditionalGeneration", "Qwen3_5ForConditionalGeneration",
+    "Qwen3_5MoeForConditionalGeneration", "SmolVLMForConditionalGeneration",
+    "VoxtralForConditionalGeneration",
+))  # fmt: skip
+"""Multimodal architectures whose `text_config` is that of a decoder."""
+
+TEXT_TYPES = {
+    "glm4v_text": "Glm4ForCausalLM", "glm4v_moe_text": "Glm4MoeForCausalLM",
+    "qwen2_vl_text": "Qwen2ForCausalLM", "qwen2_5_vl_text": "Qwen2ForCausalLM",
+    "qwen3_vl_text": "Qwen3ForCausalLM", "qwen3_vl_moe_text": "Qwen3MoeForCausalLM",
+}  # fmt: skip
+"""`model_type` of a text part -> its architecture, if no family has this `model_type`."""
+
+TEXT_DEFAULTS = {"qwen3_vl_moe_text": {"norm_topk_prob": True}}
+"""`model_type` of a text part -> keys that its config class lacks."""
 
 OUTER_KEYS = ("dtype", "torch_dtype", "eos_token_id", "quantization_config", "tie_word_embeddings")
 """Keys of a multimodal config that take precedence over its `text_config`."""

@@ -9,7 +9,6 @@ from nanoengine.checkpoint.families.family import Family, biases, files, from_ke
 # fmt: off
 ATTENTION_BIAS = {"qkv_bias": key("attention_bias"), "output_bias": key("attention_bias")}
 LLAMA = {**from_keys("mlp_bias"), **ATTENTION_BIAS}
-RELU2 = {"only": {"hidden_act": ("relu2",)}, "gated_mlp": False, "hidden_act": "relu2"}
 GELU = "gelu_pytorch_tanh"
 QWEN3 = layer(qk_norm="per_head", **ATTENTION_BIAS)
 OLMO2 = layer(norms="post", norm="fp32_weight", qk_norm="all_heads", **ATTENTION_BIAS)
@@ -54,9 +53,6 @@ UNUSED_SSM_KEYS = (
 """Keys of the hybrid models that files of dense Granite 4 have too."""
 
 FAMILIES: dict[str, Family] = {
-    "ArceeForCausalLM": Family(
-        "arcee", layers=layer(**RELU2, **LLAMA), gguf=files("arcee", interleaved=True),
-    ),
     "CohereForCausalLM": Family(
         "cohere", layers=COHERE, norm_eps="layer_norm_eps", gguf=files("command-r"),
     ),
@@ -79,6 +75,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "Glm4ForCausalLM": Family(
         "glm4", layers=layer(norms="sandwich", **GLM), partial_rotary=True, defaults=GLM_DEFAULTS,
+        rope_extra=M_ROPE,
         names={
             "attention_output_norm": "post_self_attn_layernorm",
             "mlp_output_norm": "post_mlp_layernorm",
@@ -121,7 +118,8 @@ FAMILIES: dict[str, Family] = {
     ),
     "Qwen2ForCausalLM": Family(
         "qwen2", layers=layer(only={"attention_bias": (True,)}, qkv_bias=True),
-        windows=QWEN_WINDOWS, gguf=files("qwen2") | files("qwen2vl", ignored_keys=IMAGE_KEYS),
+        windows=QWEN_WINDOWS, rope_extra=M_ROPE,
+        gguf=files("qwen2") | files("qwen2vl", ignored_keys=IMAGE_KEYS),
     ),
     "Qwen3ForCausalLM": Family(
         "qwen3", layers=QWEN3, windows=QWEN_WINDOWS, rope_extra=M_ROPE,

@@ -12,27 +12,13 @@ from nanoengine.checkpoint.layer_config import MLAConfig
 from nanoengine.errors import UnsupportedModelError
 
 
-def mla_config(keys: ConfigReader, value_dim: int | None = None) -> MLAConfig:
-    """Reads the sizes of MLA; `value_dim` replaces the key v_head_dim."""
-    names = "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim"
+def mla_config(keys: ConfigReader) -> MLAConfig:
+    """Reads the sizes of MLA."""
+    names = "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"
     sizes = {name: keys.require(name) for name in names}
     if sizes["qk_rope_head_dim"] % 2:
         raise UnsupportedModelError(f"qk_rope_head_dim={sizes['qk_rope_head_dim']} must be even")
-    value_dim = value_dim or keys.require("v_head_dim")
-    return MLAConfig(q_lora_rank=keys.get("q_lora_rank"), v_head_dim=value_dim, **sizes)
-
-
-def minicpm3_mla_config(keys: ConfigReader) -> MLAConfig:
-    """MiniCPM3: the same, but v_head_dim has a default, the hidden size per head."""
-    default = keys.require("hidden_size") // keys.require("num_attention_heads")
-    return mla_config(keys, keys.get("v_head_dim") or default)
-
-
-def depth_scale(keys: ConfigReader) -> float:
-    """MiniCPM3: the factor on the outputs of attention and MLP."""
-    layers: int = keys.require("num_hidden_layers")
-    depth: float | None = keys.get("scale_depth")
-    return 1.0 if depth is None else depth / layers**0.5
+    return MLAConfig(q_lora_rank=keys.get("q_lora_rank"), **sizes)
 
 
 def if_group_limited(name: str) -> Reader[int]:
@@ -44,16 +30,12 @@ def if_group_limited(name: str) -> Reader[int]:
 
 
 # fmt: off
-def has_no_experts(metadata: Metadata) -> bool:
-    return not metadata.get("expert_count", int)
-
-
 def has_sigmoid_experts(metadata: Metadata) -> bool:
     """Whether experts have sigmoid scores. Early files of GLM-4.7-Flash lack the key; they are
     recognized by the correction bias, which only sigmoid scores have."""
     has_bias = any(name.endswith(".exp_probs_b.bias") for name in metadata.tensors)
     score = metadata.get("expert_gating_func", int, 2 if has_bias else 1)
-    return score == 2 and not has_no_experts(metadata)
+    return score == 2
 
 
 def mla_sizes(metadata: Metadata) -> Json:
@@ -126,32 +108,6 @@ FAMILIES: dict[str, Family] = {
         "glm4_moe_lite", layers=DEEPSEEK_LAYERS,
         moe=moe.experts(**{**moe.DEEPSEEK_KEYS, "layers": moe.named_sparse_layers}),
         defaults={"first_k_dense_replace": 1, **moe.ONE_MTP_LAYER},
-    ),
-    "MiniCPM3ForCausalLM": Family(
-        "minicpm3",
-        layers=layer(
-            mla=minicpm3_mla_config, embedding_multiplier=key("scale_emb"),
-            residual_multiplier=depth_scale, **dense.LLAMA,
-            logit_scale=lambda keys: keys.require("dim_model_base") / keys.require("hidden_size"),
-        ),
-        # Why not in defaults.json: configs of other families with MLA must have these sizes.
-        defaults={
-            "head_dim": 32, "kv_lora_rank": 256, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32,
-        },
-        gguf=files("minicpm3", read=mla_sizes),
-    ),
-    "YoutuForCausalLM": Family(
-        "youtu", layers=layer(
-            mla=mla_config, rope_interleaved=key("rope_interleave"), **dense.ATTENTION_BIAS,
-        ),
-        defaults={
-            "head_dim": 64, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
-            "v_head_dim": 128,
-        },
-        gguf=files(
-            # Why ignored: these files have some keys of experts, although they have no experts.
-            "deepseek2", when=has_no_experts, read=mla_sizes, ignored_keys=moe.GGUF_EXPERT_KEYS,
-        ),
     ),
 }
 # fmt: on

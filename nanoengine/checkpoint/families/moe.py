@@ -107,22 +107,10 @@ def shared_size(name: str = "n_shared_experts") -> Reader[int]:
     return read
 
 
-def mup_scale(keys: ConfigReader) -> float:
-    """AFMoE: if `mup_enabled` is set, embeddings are scaled by the root of the hidden size."""
-    return keys.require("hidden_size") ** 0.5 if keys.get("mup_enabled") else 1.0
-
-
 # fmt: off
 def expert_size_keys(metadata: Metadata) -> Json:
     """For families whose config.json has the size of experts in `intermediate_size`."""
     return {"intermediate_size": metadata.uniform("expert_feed_forward_length", int)}
-
-
-def require_norm_topk(metadata: Metadata) -> Json:
-    """For families that always normalize the weights of a token's experts."""
-    if not metadata.get("expert_weights_norm", bool, True):
-        metadata.reject("expert_weights_norm", "True")
-    return {}
 
 
 def hunyuan_3_keys(metadata: Metadata) -> Json:
@@ -130,7 +118,9 @@ def hunyuan_3_keys(metadata: Metadata) -> Json:
     start, which have no router."""
     size, layers = metadata.get("expert_feed_forward_length", int) or 1, metadata.num_main_layers
     routers = [f"blk.{n}.ffn_gate_inp.weight" in metadata.tensors for n in range(layers)]
-    return require_norm_topk(metadata) | {
+    if not metadata.get("expert_weights_norm", bool, True):
+        metadata.reject("expert_weights_norm", "True")
+    return {
         "num_shared_experts": metadata.get("expert_shared_feed_forward_length", int, 0) // size,
         "first_k_dense_replace": routers.index(True) if True in routers else len(routers),
     }
@@ -161,8 +151,6 @@ GGUF_EXPERT_KEYS = (
 # Why norm_topk_prob is not set: these families compute the softmax over the selected experts, which
 # equals the softmax over all experts after normalization.
 MIXTRAL = {"count_key": "num_local_experts", "size_key": "intermediate_size"}
-# Families with another key for the number of shared experts.
-SHARED = {"correction_bias": True, "shared_size": shared_size("num_shared_experts")}
 
 MTP_TENSORS = r"mtp\."
 ONE_MTP_LAYER = {"num_nextn_predict_layers": 1}
@@ -181,35 +169,6 @@ GRANITE_SHARED_NAMES = GRANITE_NAMES | {
 }
 
 FAMILIES: dict[str, Family] = {
-    "AfmoeForCausalLM": Family(
-        "afmoe",
-        layers=layer(
-            only={"attention_bias": (False,)}, norms="sandwich", norm="fp32_weight",
-            qk_norm="per_head", output_gate="gate_proj", embedding_multiplier=mup_scale,
-        ),
-        windows=family.all_but_every("global_attn_every_n_layers"),
-        rope_layers=family.only_with_window,
-        moe=experts(
-            score="sigmoid", scaling_factor=key("route_scale"), norm_epsilon=1e-20,
-            layers=layers_from("num_dense_layers"), **SHARED,
-        ),
-        names={
-            "attention_output_norm": "post_attention_layernorm",
-            "post_attention_layernorm": "pre_mlp_layernorm",
-            "mlp_output_norm": "post_mlp_layernorm",
-            "mlp.gate": "mlp.router.gate", "mlp.gate.e_score_correction_bias": "mlp.expert_bias",
-        },
-        gguf=files(
-            "afmoe", full_every=4, constants={"mup_enabled": True}, read=require_norm_topk,
-            names={"attn_gate": "self_attn.gate_proj"},
-        ),
-    ),
-    "Dots1ForCausalLM": Family(
-        "dots1", layers=dense.QWEN3, moe=DEEPSEEK,
-        windows=family.windows(family.from_max_window_layers),
-        defaults={"n_shared_experts": None},  # Why: it is null in the config class.
-        gguf=files("dots1"),
-    ),
     "Ernie4_5_MoeForCausalLM": Family(
         "ernie4_5_moe",
         layers=layer(only={"use_bias": (False,), "moe_norm_min": (1e-12,)}, rope_interleaved=True),
@@ -221,23 +180,13 @@ FAMILIES: dict[str, Family] = {
         ignored_tensors=r"model\.mtp_",
         gguf=files("ernie4_5-moe", ignored_keys=("expert_shared_feed_forward_length",)),
     ),
-    "ExaoneMoeForCausalLM": Family(
-        "exaone_moe", layers=layer(qk_norm="per_head"), windows=family.all_but_every(),
-        rope_layers=family.exaone_rope,
-        moe=experts(**{**DEEPSEEK_KEYS, "count_key": "num_experts", **SHARED,
-                       "layers": named_sparse_layers}),
-        names={"mlp.gate.e_score_correction_bias": "mlp.e_score_correction_bias"},
-        ignored_tensors=MTP_TENSORS, gguf=files(
-            "exaone-moe", full_every=4, ignored_keys=("expert_shared_feed_forward_length",),
-        ),
-    ),
     "Glm4MoeForCausalLM": Family(
         "glm4_moe",
         layers=layer(
             qkv_bias=key("attention_bias"),
             qk_norm=key("use_qk_norm", lambda on: "per_head" if on else None),
         ),
-        moe=DEEPSEEK, partial_rotary=True, defaults=ONE_MTP_LAYER,
+        moe=DEEPSEEK, partial_rotary=True, rope_extra=dense.M_ROPE, defaults=ONE_MTP_LAYER,
         gguf=files(
             "glm4moe", constants={"use_qk_norm": True}, ignored_keys=dense.IMAGE_KEYS,
             names=dense.PRE_MLP_NORM,
@@ -301,7 +250,8 @@ FAMILIES: dict[str, Family] = {
         "hy_v3", layers=layer(qk_norm="per_head", **dense.LLAMA),
         moe=experts(
             score="sigmoid", scaling_factor=key("router_scaling_factor"), norm_epsilon=1e-20,
-            layers=named_sparse_layers, **SHARED,
+            layers=named_sparse_layers, correction_bias=True,
+            shared_size=shared_size("num_shared_experts"),
         ),
         defaults={"first_k_dense_replace": 1},
         names={
@@ -309,12 +259,6 @@ FAMILIES: dict[str, Family] = {
             "mlp.gate.e_score_correction_bias": "mlp.expert_bias",
         },
         gguf=files("hy_v3", read=hunyuan_3_keys),
-    ),
-    "MellumForCausalLM": Family(
-        "mellum", layers=dense.QWEN3, windows=family.windows(lambda keys, layer: False),
-        rope_theta_keys=("rope_theta", "rope_local_base_freq"),
-        moe=experts(layers=named_sparse_layers, **NORM_TOPK), ignored_tensors=MTP_TENSORS,
-        gguf=files("mellum", constants={"norm_topk_prob": True}, full_every=4),
     ),
     "MiniMaxM2ForCausalLM": Family(
         "minimax_m2", layers=layer(only={"use_qk_norm": (True,)}, qk_norm="all_heads"),
@@ -341,7 +285,7 @@ FAMILIES: dict[str, Family] = {
         ), gguf=files("qwen2moe"),
     ),
     "Qwen3MoeForCausalLM": Family(
-        "qwen3_moe", layers=dense.QWEN3, moe=experts(**QWEN),
+        "qwen3_moe", layers=dense.QWEN3, moe=experts(**QWEN), rope_extra=dense.M_ROPE,
         windows=family.windows(needs_flag=True, has_types=False),
         gguf=files("qwen3moe", constants={"norm_topk_prob": True})
         | files("qwen3vlmoe", constants={"norm_topk_prob": True}, ignored_keys=dense.IMAGE_KEYS),
