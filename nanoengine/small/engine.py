@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from nanoengine.core.interfaces import Executor
 from nanoengine.core.plan import StepPlan
+from nanoengine.core.sequence import fork_seed
 from nanoengine.errors import CapacityError, PromptTooLongError, RequestError
 from nanoengine.settings.params import SamplingParams
 from nanoengine.small.scheduler import Scheduler
@@ -16,7 +17,8 @@ from nanoengine.small.sequence import Sequence
 
 Tokens = SequenceOf[int]
 SUPPORTED = (
-    "temperature", "top_k", "top_p", "min_p", "seed", "max_tokens", "ignore_eos", "stop_token_ids"
+    "n", "temperature", "top_k", "top_p", "min_p", "seed", "max_tokens", "ignore_eos",
+    "stop_token_ids",
 )  # fmt: skip
 """Fields of SamplingParams that this engine supports; others must have their defaults."""
 
@@ -41,7 +43,7 @@ class LLMEngine:
     _seq_ids: Iterator[int] = field(default_factory=itertools.count, init=False)
 
     def add_requests(self, prompts: Iterable[Tokens], params: SamplingParams) -> list[Sequence]:
-        """Queues all prompts or none.
+        """Queues all prompts or none; returns their sequences, n per prompt.
 
         Raises:
             RequestError: a prompt is empty, or a parameter is not supported here.
@@ -50,11 +52,23 @@ class LLMEngine:
         """
         if params != SamplingParams(**{name: getattr(params, name) for name in SUPPORTED}):
             raise RequestError(f"only {', '.join(SUPPORTED)} are supported here, got {params}")
-        sequences = [self._check(prompt, params, next(self._seq_ids)) for prompt in prompts]
+        sequences = [seq for prompt in prompts for seq in self._completions(prompt, params)]
         self.scheduler.waiting += sequences
         return sequences
 
-    def _check(self, prompt: Tokens, params: SamplingParams, seq_id: int) -> Sequence:
+    def _completions(self, prompt: Tokens, params: SamplingParams) -> list[Sequence]:
+        """The n sequences of a prompt, with different seeds.
+
+        They share the prompt's full blocks, because an equal prefix is cached while the first of
+        them computes it. Source: vLLM's ParentRequest.
+        """
+        sequences = [self._check(prompt, params) for _ in range(params.n)]
+        first = sequences[0].seq_id if params.seed is None else params.seed
+        for index, seq in enumerate(sequences):
+            seq.seed = fork_seed(first, index)
+        return sequences
+
+    def _check(self, prompt: Tokens, params: SamplingParams) -> Sequence:
         if not prompt:
             raise RequestError("the prompt is empty: it needs at least one token")
         if len(prompt) >= self.max_model_len:
@@ -73,8 +87,8 @@ class LLMEngine:
             )
         eos = () if params.ignore_eos else self.eos_token_ids
         stop_ids = frozenset([*eos, *(params.stop_token_ids or ())])
-        seed = seq_id if params.seed is None else params.seed
-        return Sequence(seq_id, list(prompt), len(prompt), params, limit, stop_ids, seed)
+        seq_id = next(self._seq_ids)
+        return Sequence(seq_id, list(prompt), len(prompt), params, limit, stop_ids)
 
     def step(self) -> list[Sequence]:
         """Runs one step; returns the sequences that finished in it."""
