@@ -52,23 +52,13 @@ class LLMEngine:
         """
         if params != SamplingParams(**{name: getattr(params, name) for name in SUPPORTED}):
             raise RequestError(f"only {', '.join(SUPPORTED)} are supported here, got {params}")
-        sequences = [seq for prompt in prompts for seq in self._completions(prompt, params)]
+        # Why n sequences: they share the prompt's full blocks through the prefix cache, as in vLLM.
+        sequences = [self._check(prompt, params, i) for prompt in prompts for i in range(params.n)]
         self.scheduler.waiting += sequences
         return sequences
 
-    def _completions(self, prompt: Tokens, params: SamplingParams) -> list[Sequence]:
-        """The n sequences of a prompt, with different seeds.
-
-        They share the prompt's full blocks, because an equal prefix is cached while the first of
-        them computes it. Source: vLLM's ParentRequest.
-        """
-        sequences = [self._check(prompt, params) for _ in range(params.n)]
-        first = sequences[0].seq_id if params.seed is None else params.seed
-        for index, seq in enumerate(sequences):
-            seq.seed = fork_seed(first, index)
-        return sequences
-
-    def _check(self, prompt: Tokens, params: SamplingParams) -> Sequence:
+    def _check(self, prompt: Tokens, params: SamplingParams, index: int) -> Sequence:
+        """The index-th sequence of a prompt, with its own seed."""
         if not prompt:
             raise RequestError("the prompt is empty: it needs at least one token")
         if len(prompt) >= self.max_model_len:
@@ -88,7 +78,8 @@ class LLMEngine:
         eos = () if params.ignore_eos else self.eos_token_ids
         stop_ids = frozenset([*eos, *(params.stop_token_ids or ())])
         seq_id = next(self._seq_ids)
-        return Sequence(seq_id, list(prompt), len(prompt), params, limit, stop_ids)
+        seed = fork_seed(seq_id if params.seed is None else params.seed, index)
+        return Sequence(seq_id, list(prompt), len(prompt), params, limit, stop_ids, seed)
 
     def step(self) -> list[Sequence]:
         """Runs one step; returns the sequences that finished in it."""

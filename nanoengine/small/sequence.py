@@ -43,7 +43,7 @@ class Sequence:
     params: SamplingParams
     max_num_tokens: int
     stop_ids: frozenset[int]
-    seed: int = 0
+    seed: int
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0
     block_table: list[int] = field(default_factory=list)

@@ -1010,7 +1010,6 @@ async function start() {
   $("slider").max = FRAMES - 1;
   readColours(); tellAbout(); makeCurves(); layoutPool();
   state.view = [0, FRAMES];
-  state.frame = frameOfStep(M.start ?? 0);  // the step at which the page opens
   listenToPointers(); listenToKeys(); listenToControls();
   fold.seek(0); drawTracks(); readHash();
   document.documentElement.dataset.ready = "yes";
