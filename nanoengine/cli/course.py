@@ -96,8 +96,8 @@ def steps_of(work: Table) -> Iterator[Table]:
         spans = zip(rows, plan.num_scheduled_tokens, plan.starts, strict=True)
         yield {
             "preempted": [gone.seq_id for gone in plan.preempted],
-            "admitted": [f"seq {n.seq_id}, {n.num_cached_tokens} cached" for n in plan.admitted],
-            "computed": [f"seq {seq}: {n} from {start}" for seq, n, start in spans],
+            "admitted": [f"{n.num_cached_tokens} cached of seq {n.seq_id}" for n in plan.admitted],
+            "computed": [f"{n} from {start} of seq {seq}" for seq, n, start in spans],
             "samples": [seq for seq, n in zip(rows, plan.num_logits, strict=True) if n],
             "tables": {seq.seq_id: list(seq.block_table) for seq in scheduler.running},
             "released": len(plan.released),
@@ -123,16 +123,16 @@ def first_difference(expected: list[Any]) -> tuple[Table, int, list[str]] | None
         found = steps_of(work)
         for half, want in enumerate(halves):
             step, when = half // 2, ("plan", "result")[half % 2]
-            lines = [f'step {step} of "{work["name"]}", its {when}:']
+            lines = [f'step {step} of "{work["name"]}", its {when} (yours | reference):']
             try:
                 got = next(found)
             except Exception:
                 return work, step, lines + traceback.format_exc(limit=-4).splitlines()
             if wrong := [name for name in want if got.get(name) != want[name]]:
-                lines.append(f"   {'':<12}{'yours':<40}  reference")
                 for name, value in want.items():
                     mark = "->" if name in wrong else ""
-                    lines.append(f"{mark:<3}{name:<12}{got.get(name)!s:<40}  {value}")
+                    text = f"{mark:<3}{name:<12}{got.get(name)!s:<40} | {value}"
+                    lines.append(text.replace("'", ""))
                 return work, step, [*lines, f"check {wrong[0]}: {COURSE['hints'][wrong[0]]}"]
     return None
 
@@ -188,7 +188,8 @@ def _write_page(path: Path, work: Table, step: int, lines: list[str]) -> None:
     with nanoengine.LLM(demo_model_path(), trace=trace, **options) as llm:
         llm.generate(work["prompts"], SamplingParams(**work["params"]), use_tqdm=False)
     data = page_data(read_trace(trace), title=f"{work['name']}: the reference")
-    data.meta["notes"] = [[step, line] for line in lines]
+    differing = [line for line in lines if line[:3] != "   "][-8:]  # as many as the viewer shows
+    data.meta["notes"] = [[step, line] for line in differing]
     path.write_text(page(data), encoding="utf-8")
 
 

@@ -1,4 +1,4 @@
-"""`nanoengine learn`: all days solved by the reference, bodies left out, and typical wrong bodies."""
+"""`nanoengine learn`: days solved by the reference, bodies left out, and typical wrong bodies."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from nanoengine.cli import course
 from nanoengine.cli.main import main
 from nanoengine.observe.trace_reader import read_trace
 from nanoengine.settings.params import SamplingParams
+from tests.observe.test_viewer import unpacked
 from tests.test_small import decisions
 
 DAYS = course.COURSE["days"]
@@ -67,13 +68,15 @@ def test_a_day_is_done_with_the_bodies_of_the_reference(day, directory, monkeypa
         ["equal", name] for name in (*names, "llm.LLM")
     ]
     assert shown[-1] == f"day {day} is done"
-    assert f"# Day {day}: {DAYS[day - 1]['title']}" in (directory / f"day{day}.md").read_text("utf-8")
+    assert f"# Day {day}: {DAYS[day - 1]['title']}" in (directory / f"day{day}.md").read_text(
+        "utf-8"
+    )
 
 
 @pytest.mark.parametrize(("day", "name"), FUNCTIONS, ids=[name for _, name in FUNCTIONS])
 def test_a_body_that_is_left_out_differs(day, name, expected):
     assert course.first_difference(expected[:1]) is None
-    with mock.patch(f"nanoengine.small.{name}", lambda *_: None):
+    with mock.patch(f"nanoengine.small.{name}", return_value=None):
         assert course.first_difference(expected) is not None
 
 
@@ -88,7 +91,10 @@ WRONG = {
     "a hash without its parent": (
         4, "_digest", "before + tokens", "tokens", "its digest covers the digest before it",
     ),
-    "another victim": (6, "_ensure_blocks", "self.running.pop()", "self.running.pop(0)", "the victim"),
+    "another victim": (
+        6, "_ensure_blocks", "self.running.pop()", "self.running.pop(0)",
+        "the victim is the running sequence that arrived last",
+    ),
     "a chunk that forgets its logits": (
         5, "_schedule_one", "int(seq.num_computed_tokens == seq.num_tokens)", "int(start == 0)",
         "a chunk forgets its logits",
@@ -108,7 +114,11 @@ def test_a_typical_wrong_body_is_named(fault, directory, capsys):
     page = directory / f"day{day}.html"
     [url] = [line.split()[0] for line in shown.splitlines() if "file://" in line]
     assert url.startswith(page.as_uri() + "#step=")
-    assert page.stat().st_size > 100_000
+    meta, _ = unpacked(page.read_text("utf-8"))
+    step = int(url.rpartition("=")[2])
+    assert [n for n, _ in meta["notes"]] == [step] * len(meta["notes"])
+    assert meta["notes"][0][1].startswith(f"step {step} of ")
+    assert hint in meta["notes"][-1][1]
 
 
 def test_an_exception_shows_the_line_of_the_learner(directory, capsys):
