@@ -37,7 +37,8 @@ from nanoengine.small import llm as reference
 
 SMALL = Path(reference.__file__).parent
 COURSE = tomllib.loads((SMALL / "course/course.toml").read_text(encoding="utf-8"))
-ENGINE = "my_engine"
+ENGINE, CALL = "my_engine", "return reference."
+"""The learner's package, and how a body begins that is not written yet."""
 Table = dict[str, Any]
 """A workload of course.toml, or half a step: the decisions of its plan, or its result."""
 
@@ -61,7 +62,7 @@ def write_course(directory: Path) -> None:
             if name.startswith(f"{path.stem}."):
                 text = text.replace(*_without_body(name, day_of[name]))
         text = text.replace("nanoengine.small", ENGINE)
-        if "return reference." in text:
+        if CALL in text:
             added = f"from nanoengine.small import {path.stem} as reference\n"
             text = text.replace("annotations\n\n", f"annotations\n\n{added}", 1)
         (engine / path.name).write_text(text, encoding="utf-8")
@@ -73,13 +74,9 @@ def _without_body(name: str, day: int) -> tuple[str, str]:
     source = inspect.getsource(function)
     head, docstring, _ = source.split('"""', 2)
     indent = head.rpartition("\n")[2]
-    call = f"return {_call(name)}{', '.join(inspect.signature(function).parameters)})"
-    return source, f'{head}"""{docstring}"""\n{indent}{call}  # day {day}: replace this line\n'
-
-
-def _call(name: str) -> str:
-    """The beginning of a removed body; a function that contains it is not written yet."""
-    return f"reference.{name.partition('.')[2]}("
+    arguments = ", ".join(inspect.signature(function).parameters)
+    call = f"{CALL}{name.partition('.')[2]}({arguments})  # day {day}: replace this line"
+    return source, f'{head}"""{docstring}"""\n{indent}{call}\n'
 
 
 def steps_of(work: Table) -> Iterator[Table]:
@@ -126,13 +123,12 @@ def first_difference(expected: list[Any]) -> tuple[Table, int, list[str]] | None
             lines = [f'step {step} of "{work["name"]}", its {when} (yours | reference):']
             try:
                 got = next(found)
-            except Exception:
+            except (Exception, KeyboardInterrupt):  # Why Ctrl-C: it shows an endless loop.
                 return work, step, lines + traceback.format_exc(limit=-4).splitlines()
             if wrong := [name for name in want if got.get(name) != want[name]]:
                 for name, value in want.items():
-                    mark = "->" if name in wrong else ""
-                    text = f"{mark:<3}{name:<12}{got.get(name)!s:<40} | {value}"
-                    lines.append(text.replace("'", ""))
+                    text = f"{name:<12}{got.get(name)!s:<40} | {value}".replace("'", "")
+                    lines.append(f"{'->' if name in wrong else '':<3}{text}")
                 return work, step, [*lines, f"check {wrong[0]}: {COURSE['hints'][wrong[0]]}"]
     return None
 
@@ -156,8 +152,8 @@ def check(directory: Path, day: int) -> bool:
     for name in [*COURSE["days"][day - 1]["functions"], "llm.LLM"]:
         yours = pkgutil.resolve_name(f"{ENGINE}.{name}")
         if name == "llm.LLM" and not is_done:
-            return False
-        if _call(name) in inspect.getsource(yours):
+            break
+        if CALL in inspect.getsource(yours):
             is_done = False
             print(f"not written  {name}")
             continue
@@ -169,6 +165,8 @@ def check(directory: Path, day: int) -> bool:
             _write_page(path, *difference)
             shown = f"{path.as_uri()}#step={difference[1]} shows the reference's run"
             print(textwrap.indent("\n".join([*difference[2], shown]), "    "))
+    if not is_done:
+        return False
     print("measured with your engine on this machine:")
     with mock.patch("nanoengine.small.llm.LLM", yours):
         for rung in COURSE["days"][day - 1]["rungs"]:

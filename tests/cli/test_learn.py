@@ -153,6 +153,20 @@ def test_the_page_shows_the_plans_of_the_reference(work, tmp_path):
         assert small == large
 
 
+def test_the_whole_engine_is_checked_last(directory, capsys):
+    """A change outside of the day's functions."""
+    solve(directory, 6)
+    path = directory / course.ENGINE / "block_manager.py"
+    path.write_text(
+        path.read_text("utf-8").replace("fresh + unused <=", "fresh + unused <"), "utf-8"
+    )
+    assert check(directory, 6) == 1
+    shown = capsys.readouterr().out
+    assert shown.count("differs") == 1
+    assert "differs      llm.LLM" in shown
+    assert "measured" not in shown
+
+
 def test_the_prefix_cache_computes_fewer_tokens():
     without, cached = map(course._measure, DAYS[3]["rungs"])
     assert " 2,262 computed in " in without
