@@ -16,6 +16,15 @@ from nanoengine.settings.params import SamplingParams
 from tests.observe.test_viewer import unpacked
 from tests.test_small import decisions
 
+pytestmark = pytest.mark.guards(
+    "nanoengine/small/*.py",
+    "nanoengine/small/course/*",
+    "nanoengine/cli/course.py",
+    "nanoengine/cli/learn.py",
+    "nanoengine/core/scheduler.py",
+    "nanoengine/core/block_manager.py",
+)
+
 DAYS = course.COURSE["days"]
 FUNCTIONS = [(day, name) for day, one in enumerate(DAYS, 1) for name in one["functions"]]
 
