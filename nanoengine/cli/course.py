@@ -81,10 +81,15 @@ def _without_body(name: str, day: int) -> tuple[str, str]:
 
 def steps_of(work: Table) -> Iterator[Table]:
     """Runs a workload on the demo model; yields the two halves of each step, and one at the end."""
-    engine = reference.LLM(demo_model_path(), **work["engine"]).engine
+    engine: Any = reference.LLM(demo_model_path(), **work["engine"]).engine
     scheduler, runner, logits = engine.scheduler, engine.executor, list[torch.Tensor]()
     forward, pool = runner.model.forward, scheduler.block_manager.pool
-    runner.model.forward = lambda batch: logits.append(forward(batch)) or logits[-1]
+
+    def observed(batch: Any) -> torch.Tensor:
+        logits.append(forward(batch))
+        return logits[-1]
+
+    runner.model.forward = observed
     engine.add_requests(work["prompts"], SamplingParams(**work["params"]))
     while scheduler.has_unfinished:
         plan = scheduler.schedule()
