@@ -158,18 +158,18 @@ def greedy(max_tokens: int = 24) -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=max_tokens)
 
 
-def texts_of(llm: LLM) -> list[str]:
-    return [o.outputs[0].text for o in llm.generate(PROMPTS, greedy(), use_tqdm=False)]
-
-
 def ids_of(llm: LLM) -> list[list[int]]:
     return [o.outputs[0].token_ids for o in llm.generate(PROMPTS, greedy(), use_tqdm=False)]
 
 
-def test_greedy_answers_equal_those_of_the_large_engine(large):
+@pytest.mark.parametrize(
+    "params", [greedy(), SamplingParams(n=3, temperature=0.8, top_p=0.9, seed=5, max_tokens=12)]
+)
+def test_answers_equal_those_of_the_large_engine(params, large):
     small = SmallLLM(demo_model_path(), num_blocks=14, block_size=8, max_num_batched_tokens=64)
-    answers = small.generate(PROMPTS, greedy())
-    assert [a.strip() for a in answers] == [t.strip() for t in texts_of(large)]
+    answers = small.generate(PROMPTS, params)
+    outputs = large.generate(PROMPTS, params, use_tqdm=False)
+    assert [a.strip() for a in answers] == [a.text.strip() for o in outputs for a in o.outputs]
 
 
 def test_generate_without_params_uses_the_defaults_of_sampling_params():
@@ -270,8 +270,8 @@ def test_the_command_prints_its_steps(capsys):
 
 def test_unsupported_requests_and_checkpoints_raise(tmp_path):
     llm = SmallLLM(demo_model_path(), num_blocks=9, block_size=8)
-    with pytest.raises(RequestError, match=r"only temperature.*are supported here, got .*n=2"):
-        llm.generate(["a"], SamplingParams(n=2))
+    with pytest.raises(RequestError, match=r"only n, temp.*are supported here, got .*min_tokens=2"):
+        llm.generate(["a"], SamplingParams(min_tokens=2))
     with pytest.raises(RequestError, match="empty"):
         llm.engine.add_requests([[]], greedy())
     with pytest.raises(CapacityError, match="need 13 KV blocks, but the pool has 8"):

@@ -33,6 +33,7 @@ COMMANDS = {
     "embed": "write an embedding vector for each text of a file",
     "compare": "compare quantizations or files of a model with a reference",
     "eval": "score a model on tasks of lm-evaluation-harness",
+    "learn": "write the small engine in seven days, checked against the reference",
     "info": "show whether a model fits and how it runs, the device and versions",
 }
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from nanoengine.core.interfaces import Executor
 from nanoengine.core.plan import StepPlan
+from nanoengine.core.sequence import fork_seed
 from nanoengine.errors import CapacityError, PromptTooLongError, RequestError
 from nanoengine.settings.params import SamplingParams
 from nanoengine.small.scheduler import Scheduler
@@ -16,7 +17,8 @@ from nanoengine.small.sequence import Sequence
 
 Tokens = SequenceOf[int]
 SUPPORTED = (
-    "temperature", "top_k", "top_p", "min_p", "seed", "max_tokens", "ignore_eos", "stop_token_ids"
+    "n", "temperature", "top_k", "top_p", "min_p", "seed", "max_tokens", "ignore_eos",
+    "stop_token_ids",
 )  # fmt: skip
 """Fields of SamplingParams that this engine supports; others must have their defaults."""
 
@@ -41,7 +43,7 @@ class LLMEngine:
     _seq_ids: Iterator[int] = field(default_factory=itertools.count, init=False)
 
     def add_requests(self, prompts: Iterable[Tokens], params: SamplingParams) -> list[Sequence]:
-        """Queues all prompts or none.
+        """Queues all prompts or none; returns their sequences, n per prompt.
 
         Raises:
             RequestError: a prompt is empty, or a parameter is not supported here.
@@ -50,11 +52,13 @@ class LLMEngine:
         """
         if params != SamplingParams(**{name: getattr(params, name) for name in SUPPORTED}):
             raise RequestError(f"only {', '.join(SUPPORTED)} are supported here, got {params}")
-        sequences = [self._check(prompt, params, next(self._seq_ids)) for prompt in prompts]
+        # Why n sequences: they share the prompt's full blocks through the prefix cache, as in vLLM.
+        sequences = [self._check(prompt, params, i) for prompt in prompts for i in range(params.n)]
         self.scheduler.waiting += sequences
         return sequences
 
-    def _check(self, prompt: Tokens, params: SamplingParams, seq_id: int) -> Sequence:
+    def _check(self, prompt: Tokens, params: SamplingParams, index: int) -> Sequence:
+        """The index-th sequence of a prompt, with its own seed."""
         if not prompt:
             raise RequestError("the prompt is empty: it needs at least one token")
         if len(prompt) >= self.max_model_len:
@@ -73,7 +77,8 @@ class LLMEngine:
             )
         eos = () if params.ignore_eos else self.eos_token_ids
         stop_ids = frozenset([*eos, *(params.stop_token_ids or ())])
-        seed = seq_id if params.seed is None else params.seed
+        seq_id = next(self._seq_ids)
+        seed = fork_seed(seq_id if params.seed is None else params.seed, index)
         return Sequence(seq_id, list(prompt), len(prompt), params, limit, stop_ids, seed)
 
     def step(self) -> list[Sequence]:

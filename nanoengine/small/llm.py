@@ -74,7 +74,7 @@ class LLM:
         self.tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
 
     def generate(self, prompts: SequenceOf[str], params: SamplingParams | None = None) -> list[str]:
-        """The answers to the prompts, in the same order.
+        """The answers to the prompts, in the same order, n per prompt.
 
         Args:
             params: for all prompts; None: the defaults of SamplingParams.

@@ -16,9 +16,9 @@ import torch
 
 from nanoengine.core.layout import KVGroup, KVLayout
 from nanoengine.core.plan import AdmittedSequence, StepPlan, StepResult
+from nanoengine.small import sampler
 from nanoengine.small.batch import Batch
 from nanoengine.small.model import load_model
-from nanoengine.small.sampler import sample
 
 
 @dataclass(slots=True)
@@ -88,8 +88,9 @@ class ModelRunner:
             for entry, row_logits in zip(sampling, logits, strict=True):
                 row = self.rows[plan.rows[entry]]
                 admitted, position = row.admitted, len(row.token_ids)
-                row.token_ids.append(sample(row_logits, admitted.params, admitted.seed, position))
-                result.token_ids[entry].append(row.token_ids[-1])
+                token_id = sampler.sample(row_logits, admitted.params, admitted.seed, position)
+                row.token_ids.append(token_id)
+                result.token_ids[entry].append(token_id)
         return Launched(result)
 
     def _update_batch(self, plan: StepPlan) -> None:

@@ -116,6 +116,7 @@ def test_no_command_opens_a_socket_for_local_files(
     commands += [command for command in more if needs_tokenizer & {*command[0]}]
     commands += [
         (["bench", "--smoke"], ""),
+        (["learn", str(tmp_path / "course")], ""),
         (["simulate", "--num-blocks", "500", "--num-requests", "8"], ""),
         (["compare", "demo", "demo", "--max-length", "8", "--answer-tokens", "0"], ""),
     ]

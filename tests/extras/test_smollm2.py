@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from nanoengine import LLM, SamplingParams
+from nanoengine.cli.main import main
 from tests.support.trained_models import smollm2_gguf
 
 pytestmark = pytest.mark.extra
@@ -35,3 +37,28 @@ def test_eos_and_invisible_stop_strings_end_a_completion(llm: LLM) -> None:
     answer = output.outputs[0]
     assert (answer.stop_reason, text(answer.token_ids[-1])) == ("<|im_end|>", "<|im_end|>")
     assert "Paris" in answer.text and not answer.text.endswith(">")
+
+
+def test_a_learners_engine_runs_the_converted_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the README of `nanoengine learn` says: transformers converts the file."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    file = smollm2_gguf()
+    model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name)
+    model.hf_quantizer = None
+    del model.config.quantization_config
+    tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    for part in model, tokenizer:
+        part.save_pretrained(tmp_path / "model")
+    assert main(["learn", str(tmp_path / "course")]) == 0
+    monkeypatch.syspath_prepend(tmp_path / "course")
+    from my_engine.llm import LLM as LearnersLLM
+
+    params, prompts = SamplingParams(temperature=0, max_tokens=12), ["The capital of France is"]
+    answers = LearnersLLM(tmp_path / "model").generate(prompts, params)
+    with LLM(tmp_path / "model", dtype="float32") as llm:
+        [output] = llm.generate(prompts, params, use_tqdm=False)
+    assert answers == [output.outputs[0].text]
+    assert "Paris" in answers[0]
