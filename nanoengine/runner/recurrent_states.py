@@ -31,24 +31,30 @@ def state_waves(
     starts: Ints,
     counts: Ints,
     offsets: Ints,
+    num_drafts: Ints,
 ) -> tuple[ScanStep, ...]:
     """The waves of a step: the states that these sequences [S] read and write.
 
     A sequence reads the state of the block of its preceding token, or the next state in its table.
-    It writes the states of all blocks that it computes. `order` has each sequence's plan entry.
+    It writes the states of all blocks that it computes. `order` has each sequence's plan entry. The
+    last `num_drafts` [S] tokens are drafts: the state after each of them has its own entry, which
+    follows the entry of the block of the last other token.
     """
-    size = block_size
-    firsts, lasts = starts // size, (starts + counts - 1) // size
+    size, known = block_size, counts - num_drafts
+    firsts, lasts = starts // size, (starts + known - 1) // size
     before, writes = _slots_at(table, first_state, size, rows, starts, lasts)
     reads = initial_slots(before, writes, starts)
     spans: dict[int, SequenceSegment] = {}
     for i in np.flatnonzero(counts > 1):
         start, count = int(starts[i]), int(counts[i])
-        entries = state_slots(table[rows[i], firsts[i] : lasts[i] + 1], first_state)
+        end = lasts[i] + 1
+        entries = state_slots(table[rows[i], firsts[i] : end + num_drafts[i]], first_state)
+        entries, drafts = np.split(entries, [end - firsts[i]])
         written = [
-            (min(int(firsts[i] + n + 1) * size - start, count), int(entries[n]))
+            (min(int(firsts[i] + n + 1) * size - start, int(known[i])), int(entries[n]))
             for n in np.flatnonzero(entries)
         ]
+        written += [(int(known[i]) + n, int(slot)) for n, slot in enumerate(drafts, start=1)]
         if start and not before[i]:
             reads[i] = written[0][1]
         first = int(offsets[i])
