@@ -19,16 +19,19 @@ from nanoengine.errors import ConfigError
 from nanoengine.features.speculative.draft_model import DraftModel, DraftModelRunner
 from nanoengine.features.speculative.drafting import Drafter, Drafting
 from nanoengine.features.speculative.grammar_drafts import GrammarDrafter
+from nanoengine.features.speculative.mtp import MTPDrafter, MTPRunner
 from nanoengine.features.speculative.ngram import NgramDrafter
 from nanoengine.runner.model_runner import ModelRunner
 from nanoengine.runner.options import RunnerOptions
 from nanoengine.settings.config import EngineConfig
-from nanoengine.settings.speculative import ModelDrafts, NgramDrafts, parse_speculative
+from nanoengine.settings.speculative import ModelDrafts, MTPDrafts, NgramDrafts, parse_speculative
 
 
 def speculative_executor(options: RunnerOptions, executor: Any) -> Callable[[RunnerOptions], Any]:
-    """The runner's class if `speculative` is set: `executor`, or a runner with a draft model."""
+    """The runner's class if `speculative` is set: `executor`, or a runner that also drafts."""
     drafts = parse_speculative(options.config.speculative)
+    if isinstance(drafts, MTPDrafts):
+        return MTPRunner
     if not isinstance(drafts, ModelDrafts):
         return executor
     return functools.partial(DraftModelRunner, draft=_make_draft_runner(drafts, options))
@@ -43,7 +46,7 @@ def _make_draft_runner(drafts: ModelDrafts, options: RunnerOptions) -> ModelRunn
     try:
         directory = resolve_model(config)
     except ConfigError as error:
-        raise ConfigError(f"speculative is neither 'ngram' nor a draft model: {error}") from error
+        raise ConfigError(f"speculative is neither 'ngram', 'mtp' nor a draft model: {error}") from error
     model_config = load_model_config(directory)
     if model_config.states is not None:
         raise ConfigError(
@@ -71,6 +74,8 @@ def make_drafting(
     drafter = Drafter()
     if isinstance(drafts, NgramDrafts):
         drafter = NgramDrafter(drafts)
+    elif isinstance(runner, MTPRunner):
+        drafter = MTPDrafter(runner, manager, drafts.k)
     elif isinstance(runner, DraftModelRunner):
         drafter = DraftModel(runner, manager, drafts.k)
     if isinstance(runner, ModelRunner):  # with ranks, grammars are only in the ranks
