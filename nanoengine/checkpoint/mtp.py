@@ -37,13 +37,13 @@ def with_mtp_layer(config: ModelConfig, stored: Collection[str]) -> ModelConfig:
     if f"{layer}.eh_proj.weight" in stored:
         parts = "enorm", "hnorm", "eh_proj"
         names = {f"mtp.{part}": f"{layer}.{part}" for part in parts}
-        names |= {"mtp.layers.0": layer, "mtp.norm": f"{layer}.shared_head.norm"}
+        names["mtp.norm"] = f"{layer}.shared_head.norm"
         pattern = rf"model\.layers\.{number}\.(?!embed_tokens\.|shared_head\.head\.)"
     elif "mtp.fc.weight" in stored:
-        names, pattern = QWEN_NAMES, r"mtp\.(?!layers\.[1-9])"
+        names, pattern = QWEN_NAMES | {layer: "mtp.layers.0"}, r"mtp\.(?!layers\.[1-9])"
     else:
         names, pattern = {}, ""
-    is_qwen = names is QWEN_NAMES
+    is_qwen = layer in names
     is_quantized = config.quantization is not None and config.quantization.format != "gguf"
     if not names or (moe is None and config.states is None) or any(config.sliding_windows):
         raise UnsupportedModelError(

@@ -154,7 +154,7 @@ class CPUKernels(Kernels):
             parts_class, fused_class = Gemma4Parts, Gemma4FusedLayers
         for decoder in filter(None, (model.model, getattr(model, "mtp", None))):
             executed: list[Any] = []
-            for layer in decoder.layers:
+            for layer in decoder.layers[: model.config.num_hidden_layers]:
                 parts: LayerParts | None = None
                 if getattr(layer, "mixer", None) in model.recurrent_layers and layer.mlp is not None:
                     parts = RecurrentParts(layer, self.attention)

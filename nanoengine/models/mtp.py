@@ -14,7 +14,6 @@ Source: DeepSeek-V3 (arXiv 2412.19437), section 2.2.
 from __future__ import annotations
 
 import torch
-from torch import nn
 
 from nanoengine.attention.batch import Batch
 from nanoengine.checkpoint.config import ModelConfig
@@ -35,16 +34,17 @@ class MTP(Decoder):
 
     def __init__(self, decoder: Decoder, config: ModelConfig, context: ModelContext) -> None:
         Layer.__init__(self)
-        # Why a tuple: it is no submodule.
-        self.shared, hidden = (decoder,), config.hidden_size
+        hidden = config.hidden_size
         self.enorm, self.hnorm, self.norm = (make_norm(config, context) for _ in range(3))
         index = config.num_hidden_layers - 1
         self.eh_proj = MergedLinear(
             f"model.layers.{index}.eh_proj", 2 * hidden, {"eh_proj": hidden}, context=context
         )
         rotation = list(dict.fromkeys(config.ropes)).index(config.ropes[index])
-        self.layers = nn.ModuleList([GenericLayer(index, rotation, config, context)])
-        self.executed_layers = list(self.layers)
+        layer = GenericLayer(index, rotation, config, context)
+        decoder.layers.append(layer)  # Why there: so it has the name of the checkpoint's layer
+        # Why tuples: their members are submodules of the model already.
+        self.shared, self.layers, self.executed_layers = (decoder,), (layer,), [layer]
 
     def forward(self, batch: Batch, hidden: torch.Tensor) -> torch.Tensor:
         """Stores the layer's keys and values, each at the position of its hidden state.

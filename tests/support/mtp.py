@@ -6,25 +6,40 @@ has no MTP. A trained model knows one text, so its head drafts the right tokens.
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Iterator
+import random
+import tempfile
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import PreTrainedModel
 
 from tests.support.checkpoints import make_model
+from tests.support.gguf_files import make_gguf
 
+# fmt: off
 LAYERS = {
     "glm4_moe": {"num_hidden_layers": 3},
-    "deepseek_v3": {"num_hidden_layers": 3, "rope_parameters": None},
+    "deepseek_v3": {
+        "num_hidden_layers": 3, "rope_parameters": None, "q_lora_rank": 32, "kv_lora_rank": 32,
+        "v_head_dim": 16,
+    },
     "qwen3_5": {"layer_types": ["linear_attention", "full_attention", "full_attention"]},
-    "qwen3_next": {"layer_types": ["linear_attention", "full_attention", "full_attention"]},
+    "qwen3_next": {
+        "layer_types": ["linear_attention", "full_attention", "full_attention"],
+        "shared_expert_intermediate_size": 64,
+    },
 }
-"""Family -> keys of a config with two layers and the MTP layer."""
+"""Family -> keys of a config with two layers and the MTP layer. Sizes are multiples of 32, which
+int4 needs."""
+# fmt: on
+TEXT = random.Random(0).choices(range(3, 23), k=90)
+"""The text that trained models know. It has few different tokens, so that context matters."""
+_directory = tempfile.TemporaryDirectory(prefix="nanoengine-tests-mtp-")
 
 
 class MTPModel(nn.Module):
@@ -80,11 +95,12 @@ class MTPModel(nn.Module):
             hidden = torch.cat((hidden, out[:, -1:]), dim=1)
         return ids[0, len(token_ids) :].tolist()
 
-    def train_on(self, token_ids: list[int], steps: int, rate: float = 3e-3) -> None:
-        """Trains all weights until the model knows the text."""
-        ids = torch.tensor([token_ids])
+    def train(self, steps: int) -> None:
+        """Trains all weights on the text."""
+        ids, threads = torch.tensor([TEXT]), torch.get_num_threads()
+        torch.set_num_threads(1)  # Why: so small products are slower on several threads
         self.requires_grad_(True)
-        optimizer = torch.optim.Adam(self.parameters(), lr=rate)
+        optimizer = torch.optim.Adam(self.parameters(), lr=1e-2)
         head = self.full.lm_head
         for _ in range(steps):
             hidden = self(ids[:, :-2])
@@ -95,36 +111,64 @@ class MTPModel(nn.Module):
             loss.backward()
             optimizer.step()
         self.requires_grad_(False)
+        torch.set_num_threads(threads)
+
+    def tensors(self, directory: Path) -> dict[str, torch.Tensor]:
+        """Writes the model of transformers; returns all tensors by DeepSeek's names."""
+        self.full.save_pretrained(directory)
+        tensors = load_file(directory / "model.safetensors")
+        layer = f"model.layers.{len(self.model.layers) - 1}"
+        own = {"enorm": self.enorm, "hnorm": self.hnorm, "eh_proj": self.eh_proj}
+        for name, module in (own | {"shared_head.norm": self.norm}).items():
+            tensors[f"{layer}.{name}.weight"] = module.weight.detach().clone()
+        return tensors
 
     def save(self, directory: Path) -> None:
         """Writes a checkpoint with the names of the family's published files."""
-        self.full.save_pretrained(directory)
-        file, number = directory / "model.safetensors", len(self.model.layers) - 1
-        from safetensors.torch import load_file
-
-        save_file(dict(self.renamed(load_file(file), number)), file, metadata={"format": "pt"})
+        tensors, number = self.tensors(directory), len(self.model.layers) - 1
+        layer = f"model.layers.{number}."
         config = json.loads((directory / "config.json").read_text())
         config["num_hidden_layers"] = number
-        if config.get("layer_types"):
+        if self.is_qwen:
             config["layer_types"] = config["layer_types"][:number]
-        if not self.is_qwen:
+            names = {
+                "enorm": "mtp.pre_fc_norm_embedding", "hnorm": "mtp.pre_fc_norm_hidden",
+                "eh_proj": "mtp.fc", "shared_head.norm": "mtp.norm",
+            }  # fmt: skip
+            for old, new in names.items():
+                tensors[f"{new}.weight"] = tensors.pop(f"{layer}{old}.weight")
+            tensors = {name.replace(layer, "mtp.layers.0."): t for name, t in tensors.items()}
+        else:  # with copies of the embedding and the head
             config["num_nextn_predict_layers"] = 1
+            tensors[f"{layer}embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+            tensors[f"{layer}shared_head.head.weight"] = tensors["lm_head.weight"].clone()
         (directory / "config.json").write_text(json.dumps(config))
+        save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
 
-    def renamed(
-        self, tensors: dict[str, torch.Tensor], number: int
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        """The checkpoint's tensors with the MTP layer's."""
-        layer = f"model.layers.{number}."
-        for name, tensor in tensors.items():
-            yield name.replace(layer, "mtp.layers.0.") if self.is_qwen else name, tensor
-        own = {"enorm": self.enorm, "hnorm": self.hnorm, "eh_proj": self.eh_proj}
-        names = {"enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "eh_proj": "fc"}
-        for name, module in own.items():
-            ours = f"mtp.{names[name]}" if self.is_qwen else f"{layer}{name}"
-            yield f"{ours}.weight", module.weight.detach().clone()
-        norm = "mtp.norm" if self.is_qwen else f"{layer}shared_head.norm"
-        yield f"{norm}.weight", self.norm.weight.detach().clone()
-        if not self.is_qwen:  # copies, as in published files
-            yield f"{layer}embed_tokens.weight", tensors["model.embed_tokens.weight"].clone()
-            yield f"{layer}shared_head.head.weight", tensors["lm_head.weight"].clone()
+
+@functools.cache
+def mtp_model(family: str, steps: int) -> MTPModel:
+    """A model that was trained for this many steps."""
+    model = MTPModel(family)
+    model.train(steps)
+    return model
+
+
+@functools.cache
+def mtp_checkpoint(family: str, steps: int) -> str:
+    """Directory of its checkpoint, written once per test run."""
+    directory = Path(_directory.name) / f"{family}-{steps}"
+    mtp_model(family, steps).save(directory)
+    return str(directory)
+
+
+@functools.cache
+def mtp_gguf(family: str, steps: int, kind: str) -> str:
+    """The same as a GGUF file, whose matrices have this type."""
+    path = Path(_directory.name) / f"{family}-{steps}-{kind}.gguf"
+    tensors = mtp_model(family, steps).tensors(Path(_directory.name) / "transformers")
+    make_gguf(
+        path, family, types=lambda name: kind, keys={"nextn_predict_layers": 1}, weights=tensors,
+        **LAYERS[family],
+    )  # fmt: skip
+    return str(path)
