@@ -1,8 +1,8 @@
 """The MTP layer (multi-token prediction) of a checkpoint: one more decoder layer, which drafts.
 
-    DeepSeek-V3, GLM-4.5     model.layers.N.{enorm, hnorm, eh_proj, shared_head.norm, self_attn, ...}
-    GGUF                     blk.N.nextn.{enorm, hnorm, eh_proj, shared_head_norm}, blk.N.attn_q, ...
-    Qwen3-Next, Qwen3.5      mtp.{pre_fc_norm_embedding, pre_fc_norm_hidden, fc, norm, layers.0}
+    DeepSeek-V3, GLM-4.5   model.layers.N.{enorm, hnorm, eh_proj, shared_head.norm, self_attn, ...}
+    GGUF                   blk.N.nextn.{enorm, hnorm, eh_proj, shared_head_norm}, blk.N.attn_q, ...
+    Qwen3-Next, Qwen3.5    mtp.{pre_fc_norm_embedding, pre_fc_norm_hidden, fc, norm, layers.0}
 
 N is the number of the model's own layers. Copies of the embedding and of the head are not read: the
 layer uses the model's. Of several MTP layers the first one is used.

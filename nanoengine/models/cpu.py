@@ -152,11 +152,12 @@ class CPUKernels(Kernels):
             from nanoengine.layers.cpu_gemma4 import Gemma4FusedLayers, Gemma4Parts
 
             parts_class, fused_class = Gemma4Parts, Gemma4FusedLayers
+        recurrent = model.recurrent_layers
         for decoder in filter(None, (model.model, getattr(model, "mtp", None))):
             executed: list[Any] = []
             for layer in decoder.layers[: model.config.num_hidden_layers]:
                 parts: LayerParts | None = None
-                if getattr(layer, "mixer", None) in model.recurrent_layers and layer.mlp is not None:
+                if getattr(layer, "mixer", None) in recurrent and layer.mlp is not None:
                     parts = RecurrentParts(layer, self.attention)
                 elif not getattr(layer, "needs_torch", False):
                     parts = parts_class(layer)

@@ -105,9 +105,9 @@ class EngineConfig:
             e4m3 with one scale per layer, from the checkpoint or 1; half the memory and traffic of
             16 bits, with 3 bits of mantissa (backends triton and naive).
         speculative: Speculative decoding: "ngram" drafts from prompt and output themselves, with
-            options as in "ngram:max=4,min=2,k=8"; "mtp" uses the checkpoint's own MTP layer, as in
-            "mtp:k=2"; the path of a draft model uses that model, as in "path:k=4". The tokens are the same; drafts are made where measurements show a gain.
-            None: no drafts.
+            options as in "ngram:max=4,min=2,k=8"; "mtp" drafts with the checkpoint's own MTP layer,
+            as in "mtp:k=2"; the path of a draft model uses that model, as in "path:k=4". The tokens
+            are the same; drafts are made where measurements show a gain. None: no drafts.
         logits_processors: Edit the logits of every request, in this order: functions as in
             `SamplingParams`, or objects with `admit` and `apply` (docs/structured_output.md).
         debug_checks: Check all invariants of the block pool after each step; slow, for tests and

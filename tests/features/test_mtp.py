@@ -1,4 +1,4 @@
-"""Drafts by a checkpoint's MTP layer, in whole engines: the right drafts, and no change of a bit."""
+"""Drafts by a checkpoint's MTP layer, in whole engines: they are right, and change no bit."""
 
 from __future__ import annotations
 

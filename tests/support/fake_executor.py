@@ -351,9 +351,7 @@ class FakeExecutor:
                     if block_id in touched:
                         self._check_block(row_id, row, group, index)
 
-    def _advance_state(
-        self, row_id: int, row: Row, start: int, end: int, num_drafts: int
-    ) -> None:
+    def _advance_state(self, row_id: int, row: Row, start: int, end: int, num_drafts: int) -> None:
         """A row reads the state before its tokens and writes the states after its blocks, and after
         each draft. Rows run in plan order: a row may read what an earlier row writes in the same
         step."""

@@ -46,7 +46,9 @@ def _make_draft_runner(drafts: ModelDrafts, options: RunnerOptions) -> ModelRunn
     try:
         directory = resolve_model(config)
     except ConfigError as error:
-        raise ConfigError(f"speculative is neither 'ngram', 'mtp' nor a draft model: {error}") from error
+        raise ConfigError(
+            f"speculative is neither 'ngram', 'mtp' nor a draft model: {error}"
+        ) from error
     model_config = load_model_config(directory)
     if model_config.states is not None:
         raise ConfigError(

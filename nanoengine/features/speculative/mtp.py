@@ -1,7 +1,7 @@
 """MTPRunner, MTPDrafter: drafts by the checkpoint's own MTP layer (multi-token prediction).
 
-    plan ─► launch ─► hidden states of all tokens of the step, kept until their next tokens are known
-    the next launch, or propose ─► the MTP layer: keys and values at the same positions, and drafts
+    plan ─► launch ─► hidden states of all tokens of the step; their next tokens are known later
+    the next launch, or draft ─► the MTP layer: keys and values at the same positions, and drafts
 
 The layer's keys and values are one more layer of the KV cache, so prefix hits, copy-on-write and
 preemptions apply to it and need no code here. The entry of a position depends on the next token,
