@@ -29,12 +29,13 @@ def logprobs(requests) -> list:
     return [[seq.extras.logprobs for seq in request.sequences] for request in requests]
 
 
-@pytest.mark.parametrize("options", [{}, {"long_prefill_threshold": 7}], ids=["whole", "chunks"])
+@pytest.mark.parametrize("kind", [None, "F32"])
 @pytest.mark.parametrize("family", LAYERS)
-def test_drafts_equal_the_ones_of_a_reference(family, options):
+def test_drafts_equal_the_ones_of_a_reference(family, kind):
     """A random model, whose drafts are wrong: each follows from other keys and hidden states."""
-    reference, compared = mtp_model(family, 0), []
-    engine = mtp_engine(mtp_checkpoint(family, 0), k=3, block_size=8, **options)
+    reference, compared, chunk = mtp_model(family, 0), [], 7 if kind else 0
+    path = mtp_gguf(family, 0, kind) if kind else mtp_checkpoint(family, 0)
+    engine = mtp_engine(path, k=3, block_size=8, long_prefill_threshold=chunk)
     drafter = engine.proposer.drafter.fallback
 
     def draft(sequences, counts, draft=drafter.draft):
@@ -57,8 +58,14 @@ FORMS = {
     "int8": {"quantization": "int8"},
     "int4": {"quantization": "int4"},
 }
-CASES = [(family, form, None) for family in LAYERS for form in FORMS]
-CASES += [("glm4_moe", "float32", "Q8_0"), ("glm4_moe", "float32", "Q4_0")]
+CASES = [
+    *[("glm4_moe", form, None) for form in FORMS],
+    *[("deepseek_v3", form, None) for form in ("float32", "int4")],
+    *[("qwen3_5", form, None) for form in ("float32", "bfloat16", "int8")],
+    ("qwen3_next", "int4", None),
+    ("glm4_moe", "float32", "Q4_0"),
+    ("qwen3_5", "float32", "Q8_0"),
+]
 PARAMS = {
     "greedy": SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=2),
     "n": SamplingParams(

@@ -167,8 +167,8 @@ def mtp_gguf(family: str, steps: int, kind: str) -> str:
     """The same as a GGUF file, whose matrices have this type."""
     path = Path(_directory.name) / f"{family}-{steps}-{kind}.gguf"
     tensors = mtp_model(family, steps).tensors(Path(_directory.name) / "transformers")
-    make_gguf(
-        path, family, types=lambda name: kind, keys={"nextn_predict_layers": 1}, weights=tensors,
-        **LAYERS[family],
-    )  # fmt: skip
+    keys = {"nextn_predict_layers": 1}
+    if "layer_types" in LAYERS[family]:
+        keys["attention.recurrent_layers"] = [True, False, False]
+    make_gguf(path, family, types=lambda name: kind, keys=keys, weights=tensors, **LAYERS[family])
     return str(path)
