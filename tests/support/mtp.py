@@ -10,7 +10,9 @@ import functools
 import json
 import random
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -45,9 +47,9 @@ _directory = tempfile.TemporaryDirectory(prefix="nanoengine-tests-mtp-")
 class MTPModel(nn.Module):
     """A model of transformers whose last layer is the MTP layer."""
 
-    def __init__(self, family: str, seed: int = 0) -> None:
+    def __init__(self, family: str, seed: int = 0, **overrides: Any) -> None:
         super().__init__()
-        self.family, self.full = family, make_model(family, seed=seed, **LAYERS[family])
+        self.full = make_model(family, seed=seed, **LAYERS[family] | overrides)
         hidden, norm = self.full.config.hidden_size, type(self.full.model.norm)
         self.is_qwen = family.startswith("qwen")
         generator = torch.Generator().manual_seed(seed)
@@ -95,18 +97,17 @@ class MTPModel(nn.Module):
             hidden = torch.cat((hidden, out[:, -1:]), dim=1)
         return ids[0, len(token_ids) :].tolist()
 
-    def train(self, steps: int) -> None:
-        """Trains all weights on the text."""
-        ids, threads = torch.tensor([TEXT]), torch.get_num_threads()
+    def train(self, batches: Iterable[torch.Tensor], rate: float = 1e-2) -> None:
+        """Trains all weights on batches of token ids, [B, T] each."""
+        threads = torch.get_num_threads()
         torch.set_num_threads(1)  # Why: so small products are slower on several threads
         self.requires_grad_(True)
-        optimizer = torch.optim.Adam(self.parameters(), lr=1e-2)
-        head = self.full.lm_head
-        for _ in range(steps):
+        optimizer, head = torch.optim.Adam(self.parameters(), lr=rate), self.full.lm_head
+        for ids in batches:
             hidden = self(ids[:, :-2])
             drafted = head(self.mtp(ids[:, 1:-1], hidden))
-            loss = F.cross_entropy(head(hidden)[0], ids[0, 1:-1])
-            loss = loss + F.cross_entropy(drafted[0], ids[0, 2:])
+            loss = F.cross_entropy(head(hidden).flatten(0, 1), ids[:, 1:-1].flatten())
+            loss = loss + F.cross_entropy(drafted.flatten(0, 1), ids[:, 2:].flatten())
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
@@ -148,9 +149,9 @@ class MTPModel(nn.Module):
 
 @functools.cache
 def mtp_model(family: str, steps: int) -> MTPModel:
-    """A model that was trained for this many steps."""
+    """A model that was trained on the text for this many steps."""
     model = MTPModel(family)
-    model.train(steps)
+    model.train([torch.tensor([TEXT])] * steps)
     return model
 
 
