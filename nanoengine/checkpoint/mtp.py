@@ -43,19 +43,16 @@ def with_mtp_layer(config: ModelConfig, stored: Collection[str]) -> ModelConfig:
         names, pattern = QWEN_NAMES | {layer: "mtp.layers.0"}, r"mtp\.(?!layers\.[1-9])"
     else:
         names, pattern = {}, ""
-    is_qwen = layer in names
-    is_quantized = config.quantization is not None and config.quantization.format != "gguf"
     if not names or (moe is None and config.states is None) or any(config.sliding_windows):
         raise UnsupportedModelError(
-            "speculative='mtp' needs a checkpoint with an MTP layer of DeepSeek-V3, GLM-4.5,"
-            f" Qwen3-Next or Qwen3.5, and {config.architecture} "
-            + ("has sliding windows or no such layers" if names else "has no such tensors here")
-            + "; use 'ngram'"
+            "speculative='mtp' needs a checkpoint with the MTP layer of DeepSeek-V3, GLM-4.5,"
+            f" Qwen3-Next or Qwen3.5; this checkpoint of {config.architecture} has none: use 'ngram'"
         )
-    if is_qwen and is_quantized:
+    stored_form = config.quantization
+    if layer in names and stored_form is not None and stored_form.format != "gguf":
         raise UnsupportedModelError(
             "speculative='mtp' is not supported for this checkpoint, whose weights are stored in"
-            f" {config.quantization.kind}: use an unquantized checkpoint, a GGUF file, or 'ngram'"
+            f" {stored_form.kind}: use an unquantized checkpoint, a GGUF file, or 'ngram'"
         )
     if moe is not None and number - 1 in moe.layers:
         moe = replace(moe, layers=(*moe.layers, number))

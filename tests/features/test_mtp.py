@@ -124,7 +124,7 @@ def test_the_memory_plan_includes_the_layer():
 def test_models_without_an_mtp_layer_and_unsupported_options_raise():
     path = mtp_checkpoint("glm4_moe", STEPS)
     for model in ("glm4_moe", "qwen3"):
-        with pytest.raises(UnsupportedModelError, match="needs a checkpoint with an MTP layer"):
+        with pytest.raises(UnsupportedModelError, match="needs a checkpoint with the MTP layer"):
             make_engine(checkpoint(model), speculative="mtp")
     for options in ({"kv_tiers": [HostTier(gib=0.01)]}, {"tensor_parallel_size": 2}):
         with pytest.raises(ConfigError, match="a draft model or 'mtp' is not supported"):
