@@ -100,9 +100,7 @@ def make_gguf(
     ).eval()  # fmt: skip
 
 
-MORE_TABLES = [
-    gguf.MODEL_ARCH[name] for name in ("PHI3", "DEEPSEEK2", "GEMMA4", "GLM4_MOE")
-]
+MORE_TABLES = [gguf.MODEL_ARCH[name] for name in ("PHI3", "DEEPSEEK2", "GEMMA4", "GLM4_MOE")]
 """Tables with tensors that converters fuse, or that the table of an architecture lacks."""
 KINDS = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
 ROUTER = {"router.scale": "ffn_gate_inp.scale", "router.per_expert_scale": "ffn_down_exps.scale"}

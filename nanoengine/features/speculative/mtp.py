@@ -123,7 +123,7 @@ class MTPRunner(ModelRunner):
             batch.logits_indices = torch.tensor(indices or [0], device=self.device)
             hidden, rows, number = self.model.mtp(batch, step.hidden), list(drafts), 0
             while rows:
-                found = most_likely_tokens(self.model, hidden)[0]
+                found = self._sample(hidden, rows, [requested[row][0] + number for row in rows])
                 for row, token_id in zip(rows, found.tolist(), strict=True):
                     drafts[row].append(token_id)
                 more = [n for n, row in enumerate(rows) if requested[row][1] > number + 1]
@@ -138,6 +138,14 @@ class MTPRunner(ModelRunner):
                 batch.token_ids = found[keep]
                 hidden, number = self.model.mtp(batch, hidden[keep]), number + 1
         return drafts
+
+    def _sample(self, hidden: torch.Tensor, rows: list[int], positions: list[int]) -> torch.Tensor:
+        """Samples with each request's parameters and the random numbers of the positions, so that
+        the model often samples the same token."""
+        sampler = self.ensure_step_sampler().sampler
+        if not sampler.drawers[rows].any():
+            return most_likely_tokens(self.model, hidden)[0]
+        return sampler.sample(self.model.logits(hidden), rows, positions).packed[0]
 
 
 class MTPDrafter(Drafter):
