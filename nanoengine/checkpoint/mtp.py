@@ -46,7 +46,7 @@ def with_mtp_layer(config: ModelConfig, stored: Collection[str]) -> ModelConfig:
     if not names or (moe is None and config.states is None) or any(config.sliding_windows):
         raise UnsupportedModelError(
             "speculative='mtp' needs a checkpoint with the MTP layer of DeepSeek-V3, GLM-4.5,"
-            f" Qwen3-Next or Qwen3.5; this checkpoint of {config.architecture} has none: use 'ngram'"
+            f" Qwen3-Next or Qwen3.5, and this {config.architecture} has none: use 'ngram'"
         )
     stored_form = config.quantization
     if layer in names and stored_form is not None and stored_form.format != "gguf":

@@ -17,7 +17,6 @@ See also groups/manager.py (windows, recurrent states: several tables per sequen
 from __future__ import annotations
 
 import enum
-import sys
 from dataclasses import dataclass, field
 
 from nanoengine.core.block_pool import BlockPool
@@ -196,15 +195,6 @@ class BlockManager:
             self.updates.append(TableUpdate(seq.row, 0, len(table), tuple(new)))
             table += new
         return True
-
-    def max_drafts(self, num_reserved: int) -> int:
-        """How many drafts of one sequence a step may verify, if others need `num_reserved` states.
-        Only models with recurrent states have a limit."""
-        return sys.maxsize
-
-    def accept_drafts(self, seq: Sequence, num_accepted: int) -> None:
-        """Called after a step with drafts, when `num_computed_tokens` includes the accepted ones.
-        Keys and values of rejected drafts are overwritten later."""
 
     def copy_on_write(self, seq: Sequence, index: int, position: int, new: int) -> None:
         """Schedules a copy of a shared block to `new`, and replaces the block in one table."""

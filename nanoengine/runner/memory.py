@@ -158,12 +158,10 @@ def _num_states(config: EngineConfig, num_bytes: int, state_bytes: int) -> int:
     """The number of states that fit in these bytes, but at least `MIN_STATES`."""
     if not state_bytes:
         return 0
-    drafts = 0
-    if config.speculative:
-        from nanoengine.settings.speculative import parse_speculative
+    from nanoengine.runner.recurrent_states import states_per_row
 
-        drafts = parse_speculative(config.speculative).k
-    return min((2 + drafts) * config.max_num_seqs, max(num_bytes // state_bytes, MIN_STATES))
+    num_states = states_per_row(config) * config.max_num_seqs
+    return min(num_states, max(num_bytes // state_bytes, MIN_STATES))
 
 
 def _max_model_len(requested: int | None, context_len: int, layout: KVLayout) -> int:

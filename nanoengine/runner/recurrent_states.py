@@ -16,6 +16,8 @@ from numpy.typing import NDArray
 from nanoengine.attention.batch import ScanStep, SegmentChunks, SequenceSegment
 from nanoengine.layers.delta_rule import CHUNK
 from nanoengine.runner.transfers import ship
+from nanoengine.settings.config import EngineConfig
+from nanoengine.settings.speculative import parse_speculative
 
 Ints = NDArray[np.int64]
 Array = TypeVar("Array", Ints, torch.Tensor)
@@ -31,15 +33,16 @@ def state_waves(
     starts: Ints,
     counts: Ints,
     offsets: Ints,
-    num_drafts: Ints,
+    draft_token_ids: Mapping[int, Sequence[int]],
 ) -> tuple[ScanStep, ...]:
     """The waves of a step: the states that these sequences [S] read and write.
 
     A sequence reads the state of the block of its preceding token, or the next state in its table.
     It writes the states of all blocks that it computes. `order` has each sequence's plan entry. The
-    last `num_drafts` [S] tokens are drafts: the state after each of them has its own entry, which
-    follows the entry of the block of the last other token.
+    state after each of a row's drafts, its last tokens, has its own entry: they follow the entry of
+    the block of the last other token.
     """
+    num_drafts = np.array([len(draft_token_ids.get(row, ())) for row in rows.tolist()], np.int64)
     size, known = block_size, counts - num_drafts
     firsts, lasts = starts // size, (starts + known - 1) // size
     before, writes = _slots_at(table, first_state, size, rows, starts, lasts)
@@ -77,6 +80,11 @@ def state_waves(
             )
         )
     return tuple(steps)
+
+
+def states_per_row(config: EngineConfig) -> int:
+    """One for the sequence, one for a snapshot, and one per draft."""
+    return 2 + (parse_speculative(config.speculative).k if config.speculative else 0)
 
 
 def decode_scan_step(

@@ -183,9 +183,8 @@ class GroupedBlockManager(BlockManager):
         return True
 
     def max_drafts(self, num_reserved: int) -> int:
-        """As in the base class; each draft needs a state."""
-        if not self._has_states:
-            return super().max_drafts(num_reserved)
+        """How many drafts of one sequence a step may verify, if others need `num_reserved` states:
+        each draft needs a state, in which it is stored."""
         return max(0, self.pool.num_free_states - num_reserved)
 
     def _set_draft_states(self, seq: Sequence, start: int, num_drafts: int) -> bool:
@@ -205,9 +204,8 @@ class GroupedBlockManager(BlockManager):
         return True
 
     def accept_drafts(self, seq: Sequence, num_accepted: int) -> None:
-        """As in the base class: the newest state is the one after the last accepted draft."""
-        if not self._has_states:
-            return
+        """After a step with drafts, makes the state after the last accepted one the newest state.
+        `num_computed_tokens` includes the accepted drafts."""
         table, size, end = seq.block_tables[-1], self.block_size, seq.num_computed_tokens
         start = end - num_accepted - 1  # the step's first token, which precedes the drafts
         first, last = start // size, (end - 1) // size
