@@ -81,6 +81,7 @@ class ModelConfig:
         generation_defaults: sampling settings that the authors recommend.
         headless: the checkpoint has no language head; it is an embedding model or a classifier.
         model_impl: whose modules compute the model.
+        mtp: the same config with one more layer, the MTP layer; None: none is loaded (`mtp.py`).
     """
 
     architecture: str
@@ -107,6 +108,7 @@ class ModelConfig:
     generation_defaults: dict[str, float] = field(default_factory=dict)
     headless: bool = False
     model_impl: Literal["native", "transformers"] = "native"
+    mtp: ModelConfig | None = None
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:

@@ -48,6 +48,8 @@ TENSOR_NAMES = {
     "exp_probs_b": "mlp.gate.e_score_correction_bias",
     "shortconv.conv": "conv.conv", "shortconv.in_proj": "conv.in_proj",
     "shortconv.out_proj": "conv.out_proj", "token_embd_norm": "model.norm",
+    **{f"nextn.{x}": x for x in ("enorm", "hnorm", "eh_proj", "embed_tokens")},
+    **{f"nextn.shared_head_{x}": f"shared_head.{x}" for x in ("norm", "head")},
 }
 """Name of a tensor in the file, without the layer prefix and usually without ".weight" -> our name.
 {} is the index of an expert in a stack; with two {}, the stack has both gate and up rows."""

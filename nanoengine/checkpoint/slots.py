@@ -119,6 +119,8 @@ class TensorNames:
     def __call__(self, name: str) -> str:
         if self._parts:
             name = self._known.sub(lambda match: self._parts[match[0]], name)
+        if name.startswith("mtp."):
+            return name
         if name.startswith("lm_head."):
             return PREFIXES[self._prefix] + name.removeprefix("lm_head.")
         return self._prefix + name.removeprefix("model.")

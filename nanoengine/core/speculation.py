@@ -10,6 +10,8 @@ request is in forks.py.
 
 from __future__ import annotations
 
+from typing import Any
+
 from nanoengine.core.forks import Forks
 from nanoengine.core.interfaces import Proposer
 from nanoengine.core.plan import StepPlan, StepResult, TokenLogprobs
@@ -72,10 +74,12 @@ class ExtrasScheduling(Forks):
     def _trim_drafts(self, seq: Sequence, extras: SequenceOptions, num_new: int) -> int:
         """Keeps the drafts that fit step, sequence and pool; returns the number of new tokens."""
         num_known = seq.num_tokens - seq.num_computed_tokens
+        manager: Any = self.scheduler.block_manager
         num_drafts = min(num_new - num_known, seq.max_num_tokens - seq.num_tokens - 1)
+        if manager.layout.num_states:
+            num_drafts = min(num_drafts, manager.max_drafts(len(self.scheduler.running)))
         extras.draft_token_ids = extras.draft_token_ids[: max(num_drafts, 0)]
         num_new = min(num_new, num_known + len(extras.draft_token_ids))
-        manager = self.scheduler.block_manager
         if extras.draft_token_ids and not manager.may_append(seq, num_new):
             extras.draft_token_ids = ()  # Why: drafts are not worth a preemption.
             num_new = num_known
@@ -129,6 +133,9 @@ class ExtrasScheduling(Forks):
                 if seq.is_finished:
                     break
             scheduler.stats.saved_steps += len(seq.token_ids) - num_known - 1
+            manager: Any = scheduler.block_manager
+            if num_drafts and manager.layout.num_states and not seq.is_finished:
+                manager.accept_drafts(seq, len(tokens) - 1)
         elif seq.is_score_only and at_end:
             scheduler.end(seq, "length")
 

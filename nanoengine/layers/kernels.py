@@ -33,10 +33,10 @@ from nanoengine.layers.collectives import Shard
 Masks = Callable[[], np.ndarray]
 """Returns the allowed outputs per row, one bit per output; see `kernels/cpu_argmax.py`."""
 
-ROUTERS = (".mlp.gate", ".mlp.shared_expert_gate", ".router", ".key_up", ".value_up")
+ROUTERS = (".mlp.gate", ".mlp.shared_expert_gate", ".router", ".key_up", ".value_up", ".eh_proj")
 """Name endings of small layers that are never quantized. Why: a rounding error in a router may
 select other experts, which changes the result far more than the error itself; the MLA matrices
-multiply all queries and values."""
+multiply all queries and values; checkpoints keep MTP's eh_proj in floats."""
 
 
 class Kernels:

@@ -11,6 +11,8 @@ imported only for models that have such layers.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 
@@ -150,18 +152,20 @@ class CPUKernels(Kernels):
             from nanoengine.layers.cpu_gemma4 import Gemma4FusedLayers, Gemma4Parts
 
             parts_class, fused_class = Gemma4Parts, Gemma4FusedLayers
-        decoder = model.model
-        decoder.executed_layers = []
-        for layer in decoder.layers:
-            parts: LayerParts | None = None
-            if getattr(layer, "mixer", None) in model.recurrent_layers and layer.mlp is not None:
-                parts = RecurrentParts(layer, self.attention)
-            elif not getattr(layer, "needs_torch", False):
-                parts = parts_class(layer)
-            previous = decoder.executed_layers[-1] if decoder.executed_layers else None
-            if parts is None or not FusedLayers.supports(parts):
-                decoder.executed_layers.append(layer)
-            elif isinstance(previous, FusedLayers) and previous.can_join(parts):
-                previous.append(parts)
-            else:
-                decoder.executed_layers.append(fused_class(parts))
+        recurrent = model.recurrent_layers
+        for decoder in filter(None, (model.model, getattr(model, "mtp", None))):
+            executed: list[Any] = []
+            for layer in decoder.layers[: model.config.num_hidden_layers]:
+                parts: LayerParts | None = None
+                if getattr(layer, "mixer", None) in recurrent and layer.mlp is not None:
+                    parts = RecurrentParts(layer, self.attention)
+                elif not getattr(layer, "needs_torch", False):
+                    parts = parts_class(layer)
+                previous = executed[-1] if executed else None
+                if parts is None or not FusedLayers.supports(parts):
+                    executed.append(layer)
+                elif isinstance(previous, FusedLayers) and previous.can_join(parts):
+                    previous.append(parts)
+                else:
+                    executed.append(fused_class(parts))
+            decoder.executed_layers = executed

@@ -91,6 +91,10 @@ def load_model(
         from nanoengine.models.headless import strip_lm_head
 
         model = strip_lm_head(model)
+    if config.mtp is not None:
+        from nanoengine.models.mtp import MTP
+
+        model.mtp = MTP(model.model, config.mtp, context)
     context.kernels.place(model)
     slots = weight_slots(model)
     if any(name.endswith((".k_scale", ".v_scale")) for name in stored):

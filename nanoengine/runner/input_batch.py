@@ -86,7 +86,8 @@ class InputBatch:
         # Why not numpy: it backs a large array with 2 MiB pages, see `zeros`.
         host, tokens = torch.device("cpu"), (max_num_seqs, max_model_len + 1)
         self.token_ids = zeros(tokens, torch.int32, host).numpy()
-        max_blocks = -(-max_model_len // block_size) + 1
+        # Why 32, `MAX_DRAFTS`: the state after each draft has an entry.
+        max_blocks = -(-max_model_len // block_size) + 1 + 32 * (first_state is not None)
         tables = num_groups, max_num_seqs, max_blocks
         self.block_tables = zeros(tables, torch.int32, host).numpy()
         self.pool = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=device)
@@ -181,7 +182,7 @@ class InputBatch:
 
             waves = state_waves(
                 self._device, self.block_tables[-1], self.first_state, self.block_size,
-                order, seq_rows, seq_starts, seq_counts, offsets,
+                order, seq_rows, seq_starts, seq_counts, offsets, plan.draft_token_ids,
             )  # fmt: skip
         is_all = logits_indices is order or np.array_equal(logits_indices, np.arange(offsets[-1]))
         batch = Batch(

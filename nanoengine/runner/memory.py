@@ -99,7 +99,7 @@ def plan_memory(
     """Decides the number of blocks and of states, and the effective max_model_len.
 
     States take at most as much memory as blocks. There are two per row, one for the sequence and
-    one for a snapshot, or as many as fit in half of the memory.
+    one for a snapshot, and one per draft; or as many as fit in half of the memory.
 
     Args:
         layout: sizes of a block and of a state; this function sets their numbers.
@@ -158,7 +158,10 @@ def _num_states(config: EngineConfig, num_bytes: int, state_bytes: int) -> int:
     """The number of states that fit in these bytes, but at least `MIN_STATES`."""
     if not state_bytes:
         return 0
-    return min(2 * config.max_num_seqs, max(num_bytes // state_bytes, MIN_STATES))
+    from nanoengine.runner.recurrent_states import states_per_row
+
+    num_states = states_per_row(config) * config.max_num_seqs
+    return min(num_states, max(num_bytes // state_bytes, MIN_STATES))
 
 
 def _max_model_len(requested: int | None, context_len: int, layout: KVLayout) -> int:

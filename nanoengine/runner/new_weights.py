@@ -36,7 +36,9 @@ Source = Mapping[str, torch.Tensor] | Path
 
 DTYPE_NAMES = {**DTYPES, torch.float32: "F32", torch.float64: "F64"}
 
-NOT_COMPARED = {"dtype", "eos_sources", "generation_defaults", "ignored_tensors"}
+NOT_COMPARED = {
+    "dtype", "eos_sources", "generation_defaults", "ignored_tensors", "tensor_names", "mtp",
+}  # fmt: skip
 """Fields of a ModelConfig that don't affect what the layers compute."""
 
 

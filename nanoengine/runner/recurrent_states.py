@@ -16,6 +16,8 @@ from numpy.typing import NDArray
 from nanoengine.attention.batch import ScanStep, SegmentChunks, SequenceSegment
 from nanoengine.layers.delta_rule import CHUNK
 from nanoengine.runner.transfers import ship
+from nanoengine.settings.config import EngineConfig
+from nanoengine.settings.speculative import parse_speculative
 
 Ints = NDArray[np.int64]
 Array = TypeVar("Array", Ints, torch.Tensor)
@@ -31,24 +33,31 @@ def state_waves(
     starts: Ints,
     counts: Ints,
     offsets: Ints,
+    draft_token_ids: Mapping[int, Sequence[int]],
 ) -> tuple[ScanStep, ...]:
     """The waves of a step: the states that these sequences [S] read and write.
 
     A sequence reads the state of the block of its preceding token, or the next state in its table.
-    It writes the states of all blocks that it computes. `order` has each sequence's plan entry.
+    It writes the states of all blocks that it computes. `order` has each sequence's plan entry. The
+    state after each of a row's drafts, its last tokens, has its own entry: they follow the entry of
+    the block of the last other token.
     """
-    size = block_size
-    firsts, lasts = starts // size, (starts + counts - 1) // size
+    num_drafts = np.array([len(draft_token_ids.get(row, ())) for row in rows.tolist()], np.int64)
+    size, known = block_size, counts - num_drafts
+    firsts, lasts = starts // size, (starts + known - 1) // size
     before, writes = _slots_at(table, first_state, size, rows, starts, lasts)
     reads = initial_slots(before, writes, starts)
     spans: dict[int, SequenceSegment] = {}
     for i in np.flatnonzero(counts > 1):
         start, count = int(starts[i]), int(counts[i])
-        entries = state_slots(table[rows[i], firsts[i] : lasts[i] + 1], first_state)
+        end = lasts[i] + 1
+        entries = state_slots(table[rows[i], firsts[i] : end + num_drafts[i]], first_state)
+        entries, drafts = np.split(entries, [end - firsts[i]])
         written = [
-            (min(int(firsts[i] + n + 1) * size - start, count), int(entries[n]))
+            (min(int(firsts[i] + n + 1) * size - start, int(known[i])), int(entries[n]))
             for n in np.flatnonzero(entries)
         ]
+        written += [(int(known[i]) + n, int(slot)) for n, slot in enumerate(drafts, start=1)]
         if start and not before[i]:
             reads[i] = written[0][1]
         first = int(offsets[i])
@@ -71,6 +80,11 @@ def state_waves(
             )
         )
     return tuple(steps)
+
+
+def states_per_row(config: EngineConfig) -> int:
+    """One for the sequence, one for a snapshot, and one per draft."""
+    return 2 + (parse_speculative(config.speculative).k if config.speculative else 0)
 
 
 def decode_scan_step(

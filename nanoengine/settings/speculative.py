@@ -1,7 +1,8 @@
-"""NgramDrafts, ModelDrafts: the parsed values of `speculative="..."`.
+"""NgramDrafts, MTPDrafts, ModelDrafts: the parsed values of `speculative="..."`.
 
     "ngram"                     NgramDrafts()
     "ngram:max=4,min=2,k=8"     the same with all options
+    "mtp:k=1"                   MTPDrafts
     "path/of/a/model:k=4"       ModelDrafts; options are optional
 
 `features/speculative/factory.py` creates the drafter from them; nothing is loaded here.
@@ -10,6 +11,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import Any
 
 from nanoengine.errors import ConfigError
 from nanoengine.settings.checks import quoted
@@ -32,6 +34,13 @@ class NgramDrafts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MTPDrafts:
+    """Drafts are the tokens of the checkpoint's MTP layer; at most `k` per sequence and step."""
+
+    k: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelDrafts:
     """Drafts are the tokens of a smaller model; at most `k` per sequence and step."""
 
@@ -39,7 +48,7 @@ class ModelDrafts:
     k: int = 4
 
 
-def parse_speculative(text: str) -> NgramDrafts | ModelDrafts:
+def parse_speculative(text: str) -> NgramDrafts | MTPDrafts | ModelDrafts:
     """Parses the option `speculative`.
 
     Raises:
@@ -50,21 +59,21 @@ def parse_speculative(text: str) -> NgramDrafts | ModelDrafts:
         name, options_text = text, ""
     if not name:
         raise ConfigError(
-            f"speculative must be 'ngram' or the path of a draft model, got {quoted(text)}"
+            f"speculative must be 'ngram', 'mtp' or the path of a draft model, got {quoted(text)}"
         )
-    is_ngram = name == "ngram"
-    known = [f.name for f in fields(NgramDrafts if is_ngram else ModelDrafts) if f.name != "model"]
-    options = {}
+    kind: Any = {"ngram": NgramDrafts, "mtp": MTPDrafts}.get(name, ModelDrafts)
+    known = [f.name for f in fields(kind) if f.name != "model"]
+    options: dict[str, Any] = {"model": name} if kind is ModelDrafts else {}
     for part in filter(None, options_text.split(",")):
         option, _, value = part.partition("=")
         if option not in known or not value.isdecimal():
-            what = "'ngram'" if is_ngram else "a draft model"
+            what = "a draft model" if kind is ModelDrafts else repr(name)
             raise ConfigError(
                 f"speculative: the options of {what} are {', '.join(known)}, integers, as in"
                 f" '{name}:k=4'; got {quoted(part)}"
             )
         options[option] = int(value)
-    drafts = NgramDrafts(**options) if is_ngram else ModelDrafts(model=name, **options)
+    drafts = kind(**options)
     if not 1 <= drafts.k <= MAX_DRAFTS:
         raise ConfigError(f"speculative: k must be in [1, {MAX_DRAFTS}], got {drafts.k}")
     if isinstance(drafts, NgramDrafts) and not 1 <= drafts.min <= drafts.max <= MAX_NGRAM:

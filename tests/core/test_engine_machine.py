@@ -179,14 +179,14 @@ class EngineRun:
         return self.random.random() < 0.3
 
     def propose(self, sequences: Sequence[CoreSequence]) -> list[tuple[int, ...]]:
-        if self.random.random() < 0.7 or self.executor.layout.num_states:
-            return [()] * len(sequences)  # a recurrent state can't be rolled back
+        if self.random.random() < (0.1 if self.executor.layout.num_states else 0.7):
+            return [()] * len(sequences)
         return [self.drafts(seq) for seq in sequences]
 
     def drafts(self, seq: CoreSequence) -> tuple[int, ...]:
         prefix, drafts = prefix_hashes(seq.token_ids)[-1], []
         for _ in range(self.random.randrange(5)):
-            good = self.random.random() < 0.8
+            good = self.random.random() < (0.7 if self.executor.layout.num_states else 0.8)
             drafts.append(next_token(prefix, seq.seed) if good else 1)
             prefix = chain(prefix, drafts[-1])
         self.events["late drafts" if self.engine.overlap else "drafts"] += len(drafts)
@@ -351,6 +351,10 @@ class EngineRun:
         if self.executor.layout.num_states:
             hits = [bool(new.num_cached_tokens) for plan in plans for new in plan.admitted]
             self.events["hits at a snapshot"] += sum(hits)
+            self.events["rejected drafts with states"] += (
+                stats.drafted_tokens - stats.accepted_tokens
+            )
+            self.events["accepted drafts with states"] += stats.accepted_tokens
         self.events["copy-on-write copies"] += self.executor.num_copies
         self.events["blocks read in the step that writes them"] += self.executor.num_shared_reads
         self.events["forks for n > 1"] += sum(
@@ -495,6 +499,8 @@ MIN_EVENTS = {
     "window drops": 200,
     "hits at a snapshot": 25,
     "states read in the step that writes them": 10,
+    "accepted drafts with states": 100,
+    "rejected drafts with states": 100,
     "drafts": 100,
     "late drafts": 100,
     "aborts": 10,

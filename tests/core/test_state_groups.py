@@ -8,7 +8,14 @@ from nanoengine.core.checks import check_pool
 from nanoengine.core.groups.pool import StatePool
 from nanoengine.core.prefix_tree import Prefix, pack
 from nanoengine.settings.params import SamplingParams
-from tests.support.fake_executor import assert_outputs, make_engine, run, run_late
+from tests.support.fake_executor import (
+    assert_outputs,
+    make_engine,
+    next_token,
+    prefix_hashes,
+    run,
+    run_late,
+)
 
 PROMPT = [(3 + 5 * i + i * i) % 43 for i in range(60)]
 
@@ -80,6 +87,46 @@ def test_chunks_need_not_end_at_a_block_boundary():
     engine = engine_of(long_prefill_threshold=7)
     ask(engine, PROMPT[:50])
     assert ask(engine, PROMPT[:40]).num_cached_tokens == 32
+
+
+class Drafts:
+    """Drafts `count` tokens per step; the first `num_right` of them are right."""
+
+    def __init__(self, count: int, num_right: int) -> None:
+        self.count, self.num_right = count, num_right
+
+    def needs_tokens(self) -> bool:
+        return True
+
+    def propose(self, sequences):
+        found = []
+        for seq in sequences:
+            known = list(seq.token_ids)
+            for _ in range(self.num_right):
+                known.append(next_token(prefix_hashes(known)[-1], seq.seed))
+            drafts = known[len(seq.token_ids) :] + [1] * (self.count - self.num_right)
+            found.append(tuple(drafts))
+        return found
+
+
+@pytest.mark.parametrize("loop", [run, run_late])
+@pytest.mark.parametrize(("count", "num_right"), [(1, 1), (3, 2), (4, 4), (7, 6), (9, 9)])
+def test_snapshots_between_accepted_drafts_are_kept(count, num_right, loop):
+    engine = engine_of(snapshot_every=2, num_states=30, proposer=Drafts(count, num_right))
+    output = ask(engine, PROMPT[:9], loop, max_tokens=40).sequences[0].output_token_ids
+    stats = engine.stats()
+    assert 0 < stats.accepted_tokens < 40 and stats.saved_steps == stats.accepted_tokens
+    # A snapshot after every second block, in spite of drafts.
+    assert ask(engine, [*PROMPT[:9], *output[:33]]).num_cached_tokens == 40
+    assert ask(engine, [*PROMPT[:9], *output[:22]]).num_cached_tokens == 24
+
+
+def test_drafts_leave_the_states_that_other_sequences_need():
+    """Three forks each copy the state of the prompt; their drafts get the remaining ones."""
+    engine = engine_of(num_states=6, max_num_seqs=3, proposer=Drafts(3, 3))
+    ask(engine, PROMPT[:9], n=3, max_tokens=30)
+    stats = engine.stats()
+    assert stats.accepted_tokens > 0 and stats.preemptions == 0
 
 
 @pytest.mark.parametrize("caching", [True, False])

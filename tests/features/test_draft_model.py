@@ -167,7 +167,7 @@ def test_unsuitable_draft_models_raise_and_are_named(tmp_path: Path):
         (directory, checkpoint("qwen3", max_position_embeddings=64), {"max_model_len": 100},
          "context of 64 tokens is shorter than max_model_len=100"),
         (window, directory, {}, "needs a model whose layers all have full attention"),
-        (directory, "ngramm", {}, "neither 'ngram' nor a draft model: .*'ngramm' does not exist"),
+        (directory, "ngramm", {}, "'mtp' nor a draft model: .*'ngramm' does not exist"),
         (directory, directory, {"kv_tiers": [HostTier(gib=0.01)]}, "not supported with kv_tiers"),
         (directory, directory, {"tensor_parallel_size": 2}, "or with tensor_parallel_size"),
     ]  # fmt: skip

@@ -117,7 +117,7 @@ def test_the_speculative_option_is_parsed(text, drafts):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "must be 'ngram' or the path of a draft model, got ''"),
+        ("", "must be 'ngram', 'mtp' or the path of a draft model, got ''"),
         ("ngram:min=5", r"1 <= min <= max <= 16 must hold, got min=5, max=4"),
         ("ngram:max=17", "got min=2, max=17"),
         ("ngram:k=0", r"k must be in \[1, 32\], got 0"),

@@ -4,6 +4,7 @@ of a decode does not grow with its context."""
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from nanoengine import ConfigError, DiskTier, HostTier, SamplingParams
 from nanoengine.attention.batch import SequenceSegment
 from nanoengine.layers.causal_conv import CausalConv
 from nanoengine.layers.delta_rule import CHUNK, DeltaInputs, scan, step
+from tests.support.drafts import draft_always
 from tests.support.engines import checkpoint, greedy, make_engine, random_prompts, run, tokens
 from tests.support.model_helpers import make_context
 from tests.support.recurrent_states import random_inputs
@@ -39,11 +41,14 @@ def expected(family: str, n: int = 1):
     return [tokens(run(engine, [prompt], PARAMS[n]))[0] for prompt in PROMPTS]
 
 
+NGRAM = "ngram:max=2,min=1,k=4"
 CASES = {
     "hits in one step and after it": {},
     "hits, overlapped": {"overlap": True},
     "chunks that end anywhere": {"max_num_batched_tokens": 13},
     "too few blocks": {"num_kv_blocks": 30, "max_model_len": 200},
+    "drafts": {"speculative": NGRAM},
+    "drafts, too few blocks": {"speculative": NGRAM, "num_kv_blocks": 30, "max_model_len": 200},
 }
 
 
@@ -51,6 +56,8 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_tokens_match_single_prompts(family, case):
     engine = engine_of(family, **CASES[case])
+    if "speculative" in CASES[case]:
+        draft_always(engine)
     for _ in range(2):
         assert tokens(run(engine, PROMPTS, PARAMS[1])) == expected(family)
     stats = engine.stats()
@@ -59,6 +66,52 @@ def test_tokens_match_single_prompts(family, case):
     else:
         assert stats.cache_hit_tokens > 4 * 128
         assert stats.prefill_tokens < 800
+
+
+class KnownDrafts:
+    """Drafts from known outputs, up to five tokens; some are wrong."""
+
+    def __init__(self, requests) -> None:
+        self.outputs = {
+            (tuple(request.prompt_token_ids), seq.index): seq.output_token_ids
+            for request in requests
+            for seq in request.sequences
+        }
+
+    def needs_tokens(self) -> bool:
+        return True
+
+    def propose(self, sequences):
+        return [self.drafts(seq) for seq in sequences]
+
+    def drafts(self, seq):
+        output = self.outputs[tuple(seq.request.prompt_token_ids), seq.index]
+        done = seq.num_output_tokens
+        return tuple(
+            token if (done + n) % 7 else token ^ 1
+            for n, token in enumerate(output[done : done + done % 6])
+        )
+
+
+@pytest.mark.parametrize("form", [{}, {"dtype": "bfloat16"}, {"quantization": "int8"}], ids=str)
+@pytest.mark.parametrize("family", ["qwen3_next", "lfm2_moe", "lfm3", "falcon_h1", "bamba"])
+def test_drafts_do_not_change_a_bit(family, form):
+    """Right and wrong drafts, of one sequence and of eight, with forks and prefix hits."""
+    options = {"attention_backend": "cpu", "dtype": "float32", "num_kv_blocks": 500} | form
+    for params in (greedy(40), SamplingParams(n=2, **DRAWN)):
+        params = replace(params, logprobs=2)
+        plain = run(engine_of(family, max_num_seqs=1, **options), PROMPTS, params)
+        engine = engine_of(family, max_num_seqs=8, speculative=NGRAM, **options)
+        engine.proposer = KnownDrafts(plain)
+        for _ in range(2):
+            found = run(engine, PROMPTS, params)
+            assert tokens(found) == tokens(plain)
+            for one, other in zip(found, plain, strict=True):
+                for a, b in zip(one.sequences, other.sequences, strict=True):
+                    assert a.extras.logprobs == b.extras.logprobs
+        stats = engine.stats()
+        assert stats.drafted_tokens - 20 > stats.accepted_tokens > 100
+        assert stats.cache_hit_tokens > 4 * 128
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -92,9 +145,8 @@ def test_unsupported_options_raise(tmp_path):
     tiers = (HostTier(gib=0.01), DiskTier(path=str(tmp_path), gib=0.01))
     with pytest.raises(ConfigError, match="DiskTier is not supported for models with recurrent"):
         engine_of("qwen3_5", kv_tiers=tiers)
-    for target, draft in (("qwen3_5", "ngram"), ("qwen3", checkpoint("qwen3_5"))):
-        with pytest.raises(ConfigError, match="its recurrent states can"):
-            engine_of(target, speculative=draft)
+    with pytest.raises(ConfigError, match="can't be a draft model, because it has recurrent"):
+        engine_of("qwen3", speculative=checkpoint("qwen3_5"))
 
 
 def test_the_memory_plan_includes_recurrent_states():

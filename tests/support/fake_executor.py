@@ -327,11 +327,12 @@ class FakeExecutor:
         for row_id, row, start, count, _ in self._entries(plan):
             assert start + count <= len(row.token_ids), f"row {row_id} computes unknown tokens"
             for group, table in enumerate(row.tables):
-                assert (start + count) <= len(table) * size, f"row {row_id}: table too short"
                 if group == self.num_kv_groups:
                     if count:
-                        self._advance_state(row_id, row, start, start + count)
+                        num_drafts = len(plan.draft_token_ids.get(row_id, ()))
+                        self._advance_state(row_id, row, start, start + count, num_drafts)
                     continue
+                assert (start + count) <= len(table) * size, f"row {row_id}: table too short"
                 for position in range(start, start + count):
                     block_id = table[position // size]
                     slot = block_id * size + position % size
@@ -350,11 +351,13 @@ class FakeExecutor:
                     if block_id in touched:
                         self._check_block(row_id, row, group, index)
 
-    def _advance_state(self, row_id: int, row: Row, start: int, end: int) -> None:
-        """A row reads the state before its tokens and writes the states after its blocks. Rows run
-        in plan order: a row may read what an earlier row writes in the same step."""
+    def _advance_state(self, row_id: int, row: Row, start: int, end: int, num_drafts: int) -> None:
+        """A row reads the state before its tokens and writes the states after its blocks, and after
+        each draft. Rows run in plan order: a row may read what an earlier row writes in the same
+        step."""
         size, table = self.layout.block_size, row.tables[-1]
-        first, last = start // size, (end - 1) // size
+        known = end - num_drafts
+        first, last = start // size, (known - 1) // size
         base = self.layout.num_blocks
         if start:
             entries = [b for b in table[(start - 1) // size : last + 1] if b]
@@ -364,12 +367,16 @@ class FakeExecutor:
             )
             self.num_shared_states += entries[0] - base in self._states_written
         assert table[last] != 0, f"row {row_id} writes the null block"
-        for index in range(first, last + 1):
-            if table[index]:
-                state = table[index] - base
+        written = [
+            (table[index], min(known, (index + 1) * size)) for index in range(first, last + 1)
+        ]
+        written += [(table[last + n], known + n) for n in range(1, num_drafts + 1)]
+        for state_id, count in written:
+            if state_id:
+                state = state_id - base
                 assert state not in self._states_written, "two rows write one state"
                 self._states_written.add(state)
-                self.states[state] = row.hashes[min(end, (index + 1) * size) - 1]
+                self.states[state] = row.hashes[count - 1]
 
     def _check_block(self, row_id: int, row: Row, group: int, index: int) -> None:
         size = self.layout.block_size

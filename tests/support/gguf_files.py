@@ -37,6 +37,7 @@ def make_gguf(
     keys: Mapping[str, Any] | None = None,
     architecture: str | None = None,
     joined: bool = False,
+    weights: Tensors | None = None,
     **overrides: Any,
 ) -> PreTrainedModel:
     """Writes a random model of `family` to `path`, and returns it with the values of the file.
@@ -47,6 +48,7 @@ def make_gguf(
         architecture: replaces the family's architecture name.
         joined: q, k and v are one tensor, and gate and up of experts are one tensor. Fused tensors
             of the checkpoint stay fused.
+        weights: tensors to replace or add.
         overrides: see `make_checkpoint`.
     """
     directory = path.with_suffix("")
@@ -54,7 +56,7 @@ def make_gguf(
     architecture = architecture or WRITER["architectures"].get(family, family)
     layers, kinds = model.config.num_hidden_layers, (KINDS.get(architecture), *MORE_TABLES)
     tables = [gguf.get_tensor_name_map(kind, layers) for kind in kinds if kind is not None]
-    stored = load_file(directory / "model.safetensors")
+    stored = load_file(directory / "model.safetensors") | (weights or {})
     # The position of each element in the file: the same conversion is applied to positions.
     places, flat = Tensors(), torch.cat([tensor.flatten() for tensor in stored.values()]).float()
     for name, tensor in stored.items():
@@ -98,7 +100,7 @@ def make_gguf(
     ).eval()  # fmt: skip
 
 
-MORE_TABLES = (gguf.MODEL_ARCH.PHI3, gguf.MODEL_ARCH.DEEPSEEK2, gguf.MODEL_ARCH.GEMMA4)
+MORE_TABLES = [gguf.MODEL_ARCH[name] for name in ("PHI3", "DEEPSEEK2", "GEMMA4", "GLM4_MOE")]
 """Tables with tensors that converters fuse, or that the table of an architecture lacks."""
 KINDS = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
 ROUTER = {"router.scale": "ffn_gate_inp.scale", "router.per_expert_scale": "ffn_down_exps.scale"}

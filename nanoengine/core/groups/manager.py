@@ -2,7 +2,9 @@
 
     window   blocks outside the window of all later queries are freed and replaced by null entries
     state    one table entry holds the state after the newest token; it moves to later entries as
-             the sequence grows, and some states are kept as snapshots
+             the sequence grows, and some states are kept as snapshots. In a step with drafts, one
+             more entry per draft follows: the state after it, from which the next step starts if
+             this draft is the last accepted one
 
 The rules themselves are in rules.py.
 """
@@ -105,7 +107,8 @@ class GroupedBlockManager(BlockManager):
         if self._has_windows:
             self._drop_outside_windows(seq)
         start, blocks, needed = seq.num_computed_tokens, self.pool.blocks, 0
-        num_blocks = -(-(start + num_new_tokens) // self.block_size)
+        end = start + num_new_tokens
+        num_blocks = -(-end // self.block_size)
         partial, offset = start // self.block_size, start % self.block_size
         tables = seq.block_tables[: self._num_kv_groups]
         for table in tables:
@@ -115,8 +118,13 @@ class GroupedBlockManager(BlockManager):
                 needed += 1
         if needed > self.pool.num_free:
             return False
-        if self._has_states and not self._move_state(seq, num_blocks):
-            return False
+        if self._has_states:
+            num_drafts = max(0, end - seq.num_tokens)
+            num_states = -(-(end - num_drafts) // self.block_size)
+            if not self._move_state(seq, num_states):
+                return False
+            if not self._set_draft_states(seq, num_states, num_drafts):
+                return False
         if needed == 0:
             return True
         for index, table in enumerate(tables):
@@ -148,15 +156,18 @@ class GroupedBlockManager(BlockManager):
             spare -= 1
         if num_blocks <= len(table):
             return True
-        last = pool.blocks[table[-1] if table else NULL_BLOCK]
-        moves = last.ref_count == 1 and (offset > 0 or last.prefix is None)
+        last, keeps = pool.blocks[table[-1] if table else NULL_BLOCK], self.cache.keeps_state
+        # Why the second case: the token that fills a block may be known only after the step.
+        is_snapshot = last.prefix is not None or (
+            seq.num_registered_blocks < first and keeps(seq, first - 1)
+        )
+        moves = last.ref_count == 1 and (offset > 0 or not is_snapshot)
         if last.ref_count == 1 and not moves and not spare:
             # Why: no other state is free, so this one loses its content and is allocated again.
             pool.free([last.block_id])
             moves = pool.allocate(1, states=True) == [last.block_id]
         if not moves and not spare:
             return False
-        keeps = self.cache.keeps_state
         kept = [index for index in range(first, num_blocks - 1) if keeps(seq, index)]
         # Why half: other sequences of this step need some, too.
         kept = kept[max(0, len(kept) - spare // 2) :]
@@ -170,6 +181,42 @@ class GroupedBlockManager(BlockManager):
             table[index] = block_id
         self.updates.append(TableUpdate(seq.row, self._num_kv_groups, start, tuple(table[start:])))
         return True
+
+    def max_drafts(self, num_reserved: int) -> int:
+        """How many drafts of one sequence a step may verify, if others need `num_reserved` states:
+        each draft needs a state, in which it is stored."""
+        return max(0, self.pool.num_free_states - num_reserved)
+
+    def _set_draft_states(self, seq: Sequence, start: int, num_drafts: int) -> bool:
+        """Makes `num_drafts` states the entries from `start` on; False if too few are free."""
+        table = seq.block_tables[-1]
+        num_new = start + num_drafts - len(table)
+        if num_new > self.pool.num_free_states:
+            return False
+        if num_new > 0:
+            new = self.pool.allocate(num_new, states=True)
+            index = self._num_kv_groups
+            self.updates.append(TableUpdate(seq.row, index, len(table), tuple(new)))
+            table += new
+        elif num_new:
+            self.pool.free(table[num_new:])
+            del table[num_new:]
+        return True
+
+    def accept_drafts(self, seq: Sequence, num_accepted: int) -> None:
+        """After a step with drafts, makes the state after the last accepted one the newest state.
+        `num_computed_tokens` includes the accepted drafts."""
+        table, size, end = seq.block_tables[-1], self.block_size, seq.num_computed_tokens
+        start = end - num_accepted - 1  # the step's first token, which precedes the drafts
+        first, last = start // size, (end - 1) // size
+        states, accepted = table[first:], [NULL_BLOCK] * (last - first + 1)
+        accepted[-1] = states[num_accepted]
+        for index in range(first, last):
+            if self.cache.keeps_state(seq, index):
+                accepted[index - first] = states[(index + 1) * size - start - 1]
+        self.pool.free([state for state in states if state not in accepted])
+        table[first:] = accepted
+        self.updates.append(TableUpdate(seq.row, self._num_kv_groups, first, tuple(accepted)))
 
     def slots_ready_until(self, seq: Sequence) -> int:
         """As in the base class. A window drops blocks as it moves, so each step must check; a state
@@ -188,6 +235,9 @@ class GroupedBlockManager(BlockManager):
         for index, group in enumerate(self.layout.groups):
             table, previous = seq.block_tables[index], seq.num_dropped_blocks[index]
             dropped = num_dropped_blocks(group, seq.num_computed_tokens, self.block_size)
+            if group.snapshot_every is not None and self.cache.enabled:
+                # Why: a snapshot between accepted drafts is registered in this step.
+                dropped = min(dropped, seq.num_registered_blocks)
             if dropped > previous:
                 self.pool.free(reversed(table[previous:dropped]))
                 nulls = [NULL_BLOCK] * (dropped - previous)

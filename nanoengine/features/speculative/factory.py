@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from nanoengine.checkpoint.config import ModelConfig, load_model_config
+from nanoengine.checkpoint.config import load_model_config
 from nanoengine.checkpoint.find import resolve_model
 from nanoengine.checkpoint.quantization import resolve_quantization
 from nanoengine.core.block_manager import BlockManager
@@ -19,17 +19,19 @@ from nanoengine.errors import ConfigError
 from nanoengine.features.speculative.draft_model import DraftModel, DraftModelRunner
 from nanoengine.features.speculative.drafting import Drafter, Drafting
 from nanoengine.features.speculative.grammar_drafts import GrammarDrafter
+from nanoengine.features.speculative.mtp import MTPDrafter, MTPRunner
 from nanoengine.features.speculative.ngram import NgramDrafter
 from nanoengine.runner.model_runner import ModelRunner
 from nanoengine.runner.options import RunnerOptions
 from nanoengine.settings.config import EngineConfig
-from nanoengine.settings.speculative import ModelDrafts, NgramDrafts, parse_speculative
+from nanoengine.settings.speculative import ModelDrafts, MTPDrafts, NgramDrafts, parse_speculative
 
 
 def speculative_executor(options: RunnerOptions, executor: Any) -> Callable[[RunnerOptions], Any]:
-    """The runner's class if `speculative` is set: `executor`, or a runner with a draft model."""
+    """The runner's class if `speculative` is set: `executor`, or a runner that also drafts."""
     drafts = parse_speculative(options.config.speculative)
-    _require_no_states(options.model_config, "be verified")
+    if isinstance(drafts, MTPDrafts):
+        return MTPRunner
     if not isinstance(drafts, ModelDrafts):
         return executor
     return functools.partial(DraftModelRunner, draft=_make_draft_runner(drafts, options))
@@ -44,9 +46,15 @@ def _make_draft_runner(drafts: ModelDrafts, options: RunnerOptions) -> ModelRunn
     try:
         directory = resolve_model(config)
     except ConfigError as error:
-        raise ConfigError(f"speculative is neither 'ngram' nor a draft model: {error}") from error
+        raise ConfigError(
+            f"speculative is neither 'ngram', 'mtp' nor a draft model: {error}"
+        ) from error
     model_config = load_model_config(directory)
-    _require_no_states(model_config, "be made")
+    if model_config.states is not None:
+        raise ConfigError(
+            f"speculative: {model_config.architecture} can't be a draft model, because it has"
+            " recurrent states; use 'ngram'"
+        )
     at_load = (config.quantization or "").startswith("int")
     quantization = resolve_quantization(
         config.quantization if at_load else None,
@@ -57,25 +65,19 @@ def _make_draft_runner(drafts: ModelDrafts, options: RunnerOptions) -> ModelRunn
     return ModelRunner(replace(options, config=config, processors=tuple, **resolved))
 
 
-def _require_no_states(model_config: ModelConfig, what: str) -> None:
-    if model_config.states is not None:
-        raise ConfigError(
-            f"speculative: drafts can't {what} by {model_config.architecture}, because its"
-            " recurrent states can't be rolled back after a rejected token"
-        )
-
-
 def make_drafting(
     config: EngineConfig, runner: Any, manager: BlockManager, overlap: bool
 ) -> Drafting | None:
     """The drafter with its cost control; None if nothing can be drafted."""
     drafts = parse_speculative(config.speculative) if config.speculative else None
     # Why not with overlapped steps: a grammar's forced tokens need the previous step's tokens.
-    if drafts is None and (overlap or runner.model_config.states is not None):
+    if drafts is None and overlap:
         return None
     drafter = Drafter()
     if isinstance(drafts, NgramDrafts):
         drafter = NgramDrafter(drafts)
+    elif isinstance(runner, MTPRunner):
+        drafter = MTPDrafter(runner, manager, drafts.k)
     elif isinstance(runner, DraftModelRunner):
         drafter = DraftModel(runner, manager, drafts.k)
     if isinstance(runner, ModelRunner):  # with ranks, grammars are only in the ranks
