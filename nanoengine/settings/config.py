@@ -102,8 +102,8 @@ class EngineConfig:
             16 bits, with 3 bits of mantissa (backends triton and naive).
         speculative: Speculative decoding: "ngram" drafts from prompt and output themselves, with
             options as in "ngram:max=4,min=2,k=8"; "mtp" drafts with the checkpoint's own MTP layer,
-            as in "mtp:k=2"; the path of a draft model uses that model, as in "path:k=4". The tokens
-            are the same; drafts are made where measurements show a gain. None: no drafts.
+            as in "mtp:k=2". The tokens are the same; drafts are made where measurements show a
+            gain. None: no drafts.
         logits_processors: Edit the logits of every request, in this order: functions as in
             `SamplingParams`, or objects with `admit` and `apply` (docs/structured_output.md).
         debug_checks: Check all invariants of the block pool after each step; slow, for tests and
@@ -200,12 +200,12 @@ class EngineConfig:
             object.__setattr__(self, "chat_template", text)
         check_tiers(self.kv_tiers)
         if self.speculative is not None:
-            from nanoengine.settings.speculative import NgramDrafts, parse_speculative
+            from nanoengine.settings.speculative import MTPDrafts, parse_speculative
 
-            is_ngram = isinstance(parse_speculative(self.speculative), NgramDrafts)
-            if not is_ngram and (self.kv_tiers or self.tensor_parallel_size > 1):
+            is_mtp = isinstance(parse_speculative(self.speculative), MTPDrafts)
+            if is_mtp and (self.kv_tiers or self.tensor_parallel_size > 1):
                 raise ConfigError(
-                    "speculative: a draft model or 'mtp' is not supported with kv_tiers or with"
+                    "speculative='mtp' is not supported with kv_tiers or with"
                     " tensor_parallel_size > 1; use 'ngram', or None"
                 )
         if self.kv_tiers and not self.enable_prefix_caching:

@@ -1,9 +1,8 @@
-"""NgramDrafts, MTPDrafts, ModelDrafts: the parsed values of `speculative="..."`.
+"""NgramDrafts, MTPDrafts: the parsed values of `speculative="..."`.
 
     "ngram"                     NgramDrafts()
     "ngram:max=4,min=2,k=8"     the same with all options
     "mtp:k=1"                   MTPDrafts
-    "path/of/a/model:k=4"       ModelDrafts; options are optional
 
 `features/speculative/factory.py` creates the drafter from them; nothing is loaded here.
 """
@@ -11,7 +10,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Any
 
 from nanoengine.errors import ConfigError
 from nanoengine.settings.checks import quoted
@@ -40,36 +38,28 @@ class MTPDrafts:
     k: int = 1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelDrafts:
-    """Drafts are the tokens of a smaller model; at most `k` per sequence and step."""
-
-    model: str
-    k: int = 4
+KINDS: dict[str, type[NgramDrafts | MTPDrafts]] = {"ngram": NgramDrafts, "mtp": MTPDrafts}
 
 
-def parse_speculative(text: str) -> NgramDrafts | MTPDrafts | ModelDrafts:
+def parse_speculative(text: str) -> NgramDrafts | MTPDrafts:
     """Parses the option `speculative`.
 
     Raises:
-        ConfigError: an option is unknown, not an integer, or out of range; or the name is missing.
+        ConfigError: an option is unknown, not an integer, or out of range; or the name is unknown.
     """
-    name, colon, options_text = text.rpartition(":")
-    if not colon or "=" not in options_text:
-        name, options_text = text, ""
-    if not name:
+    name, _, options_text = text.partition(":")
+    if name not in KINDS:
         raise ConfigError(
-            f"speculative must be 'ngram', 'mtp' or the path of a draft model, got {quoted(text)}"
+            f"speculative must be 'ngram' or 'mtp', got {quoted(text)}; draft models are not"
+            " supported"
         )
-    kind: Any = {"ngram": NgramDrafts, "mtp": MTPDrafts}.get(name, ModelDrafts)
-    known = [f.name for f in fields(kind) if f.name != "model"]
-    options: dict[str, Any] = {"model": name} if kind is ModelDrafts else {}
+    kind, options = KINDS[name], dict[str, int]()
+    known = [f.name for f in fields(kind)]
     for part in filter(None, options_text.split(",")):
         option, _, value = part.partition("=")
         if option not in known or not value.isdecimal():
-            what = "a draft model" if kind is ModelDrafts else repr(name)
             raise ConfigError(
-                f"speculative: the options of {what} are {', '.join(known)}, integers, as in"
+                f"speculative: the options of {name!r} are {', '.join(known)}, integers, as in"
                 f" '{name}:k=4'; got {quoted(part)}"
             )
         options[option] = int(value)

@@ -127,7 +127,7 @@ def test_models_without_an_mtp_layer_and_unsupported_options_raise():
         with pytest.raises(UnsupportedModelError, match="needs a checkpoint with the MTP layer"):
             make_engine(checkpoint(model), speculative="mtp")
     for options in ({"kv_tiers": [HostTier(gib=0.01)]}, {"tensor_parallel_size": 2}):
-        with pytest.raises(ConfigError, match="a draft model or 'mtp' is not supported"):
+        with pytest.raises(ConfigError, match="speculative='mtp' is not supported"):
             make_engine(path, speculative="mtp", **options)
     with pytest.raises(ConfigError, match="the options of 'mtp' are k"):
         make_engine(path, speculative="mtp:max=2")

@@ -16,7 +16,7 @@ from nanoengine.features.speculative.ngram import (
 )
 from nanoengine.settings.config import EngineConfig
 from nanoengine.settings.params import SamplingParams
-from nanoengine.settings.speculative import ModelDrafts, NgramDrafts, parse_speculative
+from nanoengine.settings.speculative import MTPDrafts, NgramDrafts, parse_speculative
 
 FEW_IDS = st.lists(st.integers(0, 3), max_size=40)
 
@@ -105,9 +105,7 @@ def test_the_indices_have_a_limit_and_finished_sequences_free_memory():
     [
         ("ngram", NgramDrafts()),
         ("ngram:max=3,min=1,k=5", NgramDrafts(max=3, min=1, k=5)),
-        ("some/model", ModelDrafts(model="some/model")),
-        ("C:/some/model:k=2", ModelDrafts(model="C:/some/model", k=2)),
-        ("C:/some/model", ModelDrafts(model="C:/some/model")),
+        ("mtp:k=2", MTPDrafts(k=2)),
     ],
 )
 def test_the_speculative_option_is_parsed(text, drafts):
@@ -117,7 +115,7 @@ def test_the_speculative_option_is_parsed(text, drafts):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "must be 'ngram', 'mtp' or the path of a draft model, got ''"),
+        ("", "must be 'ngram' or 'mtp', got ''"),
         ("ngram:min=5", r"1 <= min <= max <= 16 must hold, got min=5, max=4"),
         ("ngram:max=17", "got min=2, max=17"),
         ("ngram:k=0", r"k must be in \[1, 32\], got 0"),
@@ -126,7 +124,8 @@ def test_the_speculative_option_is_parsed(text, drafts):
             "the options of 'ngram' are max, min, k, integers, as in 'ngram:k=4'; got 'k=x'",
         ),
         ("ngram:n=3", "got 'n=3'"),
-        ("some/model:max=3", "options of a draft model are k, .*got 'max=3'"),
+        ("some/model:k=3", "got 'some/model:k=3'; draft models are not supported"),
+        ("mtp:max=3", "options of 'mtp' are k, .*got 'max=3'"),
     ],
 )
 def test_an_invalid_speculative_option_raises_and_is_named(text, message):

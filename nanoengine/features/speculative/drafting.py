@@ -17,7 +17,7 @@ budget is used up, the drafter is not called.
 
 This file only affects speed: a draft is accepted only if it is the token that would be sampled
 anyway. `Drafting` is a `Proposer` and an `Observer` of the engine. A `Drafter` selects the tokens:
-`ngram.py`, `draft_model.py`.
+`ngram.py`, `mtp.py`.
 """
 
 from __future__ import annotations
