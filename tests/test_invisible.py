@@ -164,11 +164,11 @@ def test_features_do_not_change_outputs_of_windowed_models(
 
 
 @pytest.mark.parametrize("model", list(MODELS))
-@pytest.mark.parametrize(("store", "overlap"), [("eager", False), ("lazy", False), ("eager", True)])
-def test_tiers_do_not_change_outputs(model, store, overlap, truth, tmp_path):
+@pytest.mark.parametrize("overlap", [False, True])
+def test_tiers_do_not_change_outputs(model, overlap, truth, tmp_path):
     family, overrides = MODELS[model]
     tiers = [
-        HostTier(gib=0.0005, store=store, policy="load"),
+        HostTier(gib=0.0005, policy="load"),
         DiskTier(tmp_path, gib=0.01, policy="load"),
     ]
     for _ in range(2):  # the second engine starts from the first one's directory

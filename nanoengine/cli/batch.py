@@ -10,7 +10,7 @@ import sys
 import time
 from contextlib import closing
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro.conf import Positional, arg
 
@@ -21,7 +21,7 @@ from nanoengine.jobs.manifest import describe_engine, sampling_line
 from nanoengine.jobs.progress import Progress, report
 from nanoengine.jobs.record_log import OutputLostError
 from nanoengine.jobs.records import Recorder
-from nanoengine.jobs.rows import RowOptions, reader_args
+from nanoengine.jobs.rows import reader_args
 from nanoengine.jobs.signals import Signals, Stopped
 from nanoengine.jobs.work import Counts, TooManyErrorsError
 from nanoengine.settings.checks import require_positive
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 ALL_ANSWERED, SOME_FAILED, REFUSED, TOO_MANY_ERRORS, SOME_DIFFER = 0, 1, 2, 3, 4
 """Exit codes; after a signal it is 128 + its number."""
 
-T = TypeVar("T", RowOptions, JobOptions)
 MAX_TIMEOUT_S = 86_400
 
 
@@ -57,8 +56,6 @@ class BatchArgs(JobOptions, EngineArgs):
         replicas: Run this many engines, each in its own process, on its own GPU or its own share of
             the cores.
         threads_per_replica: Cores per replica on a CPU; by default an equal share of all cores.
-        replica_timeout: Kill a replica that has running rows and sends nothing for this time [s];
-            other replicas run its rows.
         verify: When the job is complete, run this many answered rows again, one at a time in a new
             engine, and compare: exit code 4 if a record differs.
         dry_run: Check all rows, report which ones would fail and the number of tokens, and write no
@@ -71,17 +68,13 @@ class BatchArgs(JobOptions, EngineArgs):
     shutdown_timeout: float = 10.0
     replicas: int | None = None
     threads_per_replica: int | None = None
-    replica_timeout: float = 1800.0
     verify: int | None = None
     dry_run: bool = False
 
     def __post_init__(self) -> None:
-        timeout, limit = self.shutdown_timeout, f"at most {MAX_TIMEOUT_S:,}, got"
-        if not 0 <= timeout <= MAX_TIMEOUT_S:
-            raise ConfigError(f"--shutdown-timeout must be at least 0 and {limit} {timeout}")
-        timeout = self.replica_timeout
-        if not 0 < timeout <= MAX_TIMEOUT_S:
-            raise ConfigError(f"--replica-timeout must be above 0 and {limit} {timeout}")
+        if not 0 <= self.shutdown_timeout <= MAX_TIMEOUT_S:
+            limit = f"at least 0 and at most {MAX_TIMEOUT_S:,}"
+            raise ConfigError(f"--shutdown-timeout must be {limit}, got {self.shutdown_timeout}")
         require_positive(self, ConfigError, "replicas", "verify")
         if self.threads_per_replica is not None and self.replicas is None:
             raise ConfigError("--threads-per-replica needs --replicas")
@@ -132,7 +125,7 @@ def main(args: BatchArgs, make_recorder: type[Recorder] = Recorder) -> int:
         return SOME_FAILED
 
 
-def row_options(options_class: type[T], args: Any, config: EngineConfig) -> T:
+def row_options(options_class: type, args: Any, config: EngineConfig) -> Any:
     """The options of rows or of a job. Prompts are sent as chat messages unless --raw is given or
     the model has no chat template."""
     sampling = sampling_fields(args.sampling)
@@ -164,13 +157,10 @@ def _engines(args: BatchArgs, options: dict[str, Any]) -> LLM | Replicas:
     if args.replicas is not None or args.tensor_parallel_size > 1:
         from nanoengine.parallel.replicas import local_replicas
 
-        engines = local_replicas(options, args.replicas or 1, args.threads_per_replica)
-    else:
-        from nanoengine.llm import LLM
+        return local_replicas(options, args.replicas or 1, args.threads_per_replica)
+    from nanoengine.llm import LLM
 
-        return LLM(**options)
-    engines.timeout_s = args.replica_timeout
-    return engines
+    return LLM(**options)
 
 
 def run(job: Job, llm: LLM | Replicas, args: BatchArgs, signals: Signals, loading_s: float) -> int:

@@ -63,8 +63,6 @@ class Option(NamedTuple):
     def help(self, width: int, *, is_full: bool) -> str:
         """Usage and description; if not full, only the first sentence of the description."""
         text = self.text if is_full else self.text.partition(". ")[0].rstrip(".") + "."
-        if is_full and REPEATABLE in self.marks:
-            text += " May be given several times."
         if is_full and len(_choices(self.kind)) > MAX_CHOICES:
             text += f" One of {', '.join(_choices(self.kind))}."
         unset = (MISSING, None, False, ())

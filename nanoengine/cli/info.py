@@ -7,7 +7,7 @@ import re
 import timeit
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -44,12 +44,10 @@ class InfoArgs(EngineArgs):
 
     Attributes:
         all: Show all details: types of weights, stop tokens, attention backends, versions.
-        load: Load the model as well, and show its kernels and its memory plan.
     """
 
     model: ModelName = NO_MODEL
     all: bool = False
-    load: bool = False
 
 
 def main(args: InfoArgs) -> None:
@@ -95,8 +93,6 @@ def main(args: InfoArgs) -> None:
         }
     sections["device"] = 1, device_lines(device)
     sections["versions"] = 0, map(" ".join, versions().items())
-    if args.load and args.model != NO_MODEL:
-        sections["engine"] = 99, engine_lines(config)
     is_full = args.all or args.model == NO_MODEL
     for title, (count, lines) in sections.items():
         for line in islice(lines, None if is_full else count):
@@ -104,18 +100,6 @@ def main(args: InfoArgs) -> None:
             title = ""
     if not is_full:
         print(f"{'':<12}nanoengine info {args.model} --all shows more.")
-
-
-def engine_lines(config: EngineConfig) -> Iterable[str]:
-    """The size and load time of the model, and its memory plan."""
-    from nanoengine.build import build_engine
-
-    with closing(build_engine(config)) as engine:
-        info = engine.info
-    took = f"loaded in {info.load_s:.2f} s, ready in {info.start_s:.2f} s"
-    yield f"{info.num_parameters:,} parameters, {took}"
-    yield f"max_model_len {info.max_model_len}"
-    yield from (*info.products, *info.memory_plan.splitlines())
 
 
 def device_lines(device: torch.device) -> Iterator[str]:

@@ -60,6 +60,8 @@ CHUNK_BYTES = 2**30
 """Maximum size of one allocation of pinned memory."""
 MAX_DISK_BLOCKS = 2**20
 """Maximum number of blocks of a disk tier: each costs about 300 bytes of host memory."""
+HOST_SETUP_S, DISK_SETUP_S = 0.0002, 0.002
+"""Fixed time per load in addition to the transfer [s]."""
 
 OPEN_FLAGS = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
 
@@ -626,14 +628,14 @@ def tiered_cache(runner: ModelRunner, layout: KVLayout) -> TieredPrefixCache:
         }
         disk_files = DiskFiles(disk.path, model_fingerprint(files, facts), blocks.as_bytes())
     costs = [  # Why the host's again: without a disk its cost is not used.
-        LoadCost(layout.block_bytes, tier.setup_s, tier.policy) for tier in (host, disk or host)
+        LoadCost(layout.block_bytes, setup_s, tier.policy)
+        for tier, setup_s in ((host, HOST_SETUP_S), (disk or host, DISK_SETUP_S))
     ]
     try:
         return TieredPrefixCache(
             layout,
             num_host_blocks=num_host_blocks,
             cost=CostModel(host=costs[0], disk=costs[1]),
-            lazy=host.store == "lazy",
             disk=disk_files,
             num_disk_blocks=num_disk_blocks,
             num_host_states=num_host_states,

@@ -45,7 +45,7 @@ from nanoengine.version import __version__
 
 MIB = 1 << 20
 ROW_MIB_LIMIT = 1024
-ROW_OPTIONS = {field.name for field in fields(RowOptions)} - {"ignore_model", "trust_row_templates"}
+ROW_OPTIONS = {field.name for field in fields(RowOptions)} - {"trust_row_templates"}
 """Options of rows that answers depend on."""
 
 

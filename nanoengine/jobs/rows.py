@@ -154,7 +154,6 @@ class RowOptions:
         chat: Send a prompt as a user message, with the model's chat template. In commands it is
             set unless --raw is given or the model has no template.
         system: System message before each prompt that is sent as a user message.
-        ignore_model: Don't warn about rows that name another model.
         ignore_unknown: Drop unknown fields of OpenAI bodies instead of failing the row.
         trust_row_templates: Run chat templates from rows. They are programs, which run in a
             sandbox with limits on time and memory.
@@ -169,7 +168,6 @@ class RowOptions:
     template: str | None = None
     chat: bool = False
     system: str | None = None
-    ignore_model: bool = False
     ignore_unknown: bool = False
     trust_row_templates: bool = False
     reasoning_parser: str | None = None
@@ -412,16 +410,11 @@ class RowReader:
 
     def _check_model(self, model: object) -> None:
         """Warns once per name if a row names another model; the loaded model is used."""
-        if model is None or self._options.ignore_model:
-            return
-        if not isinstance(model, str):
+        if not isinstance(model, str | None):
             raise RequestError(f"model must be a string, got {quoted(model)}")
-        if model != self._model:
-            self._warn(
-                f"model {model}",
-                f"rows name model {quoted(model)}, but {self._model!r} runs them;"
-                " --ignore-model hides this warning",
-            )
+        if model not in (None, self._model):
+            runs = f"rows name model {quoted(model)}, but {self._model!r} runs them"
+            self._warn(f"model {model}", runs)
 
     def _warn(self, key: str, message: str) -> None:
         """Warns once per key."""

@@ -483,10 +483,7 @@ class Narrative(StepObserver):
         text = f"Tiers: {_num(stores, 'block')} were stored to {name}, {loads:,} were loaded"
         if not loads and stores:
             return f"{text}: the copies saved nothing; without kv_host_gib there are none."
-        return (
-            f"{text}, so {_tokens(loads * self._manager.block_size)} were not recomputed. To store"
-            " only blocks that will be evicted soon: HostTier(store='lazy')."
-        )
+        return f"{text}, so {_tokens(loads * self._manager.block_size)} were not recomputed."
 
     # --- one step -----------------------------------------------------------------------------
 

@@ -295,7 +295,7 @@ def _header(scheduler: Scheduler) -> dict[str, Any]:
             t.name: t.empty_blocks + t.cached_blocks + t.active_blocks for t in tiers
         }
         states = cache.host.num_states
-        header["tier_settings"] = {"lazy": cache.lazy, "host_states": states, "cost": cache.cost}
+        header["tier_settings"] = {"host_states": states, "cost": cache.cost}
     return header
 
 

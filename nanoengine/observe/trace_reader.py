@@ -298,7 +298,6 @@ def _scheduler(header: TraceLine, disk: ReplayedDisk | None) -> Scheduler:
             layout,
             num_host_blocks=num_blocks["host"],
             cost=CostModel(**loads, prefill=Rate(**cost["prefill"])),
-            lazy=settings["lazy"],
             disk=disk,
             num_disk_blocks=num_blocks.get("disk", 1),
             num_host_states=settings["host_states"],

@@ -80,8 +80,7 @@ class RunnerSetup:
         self.groups = kv_cache.make_groups(
             self.model_config, block_size=self.block_size, dtype=self.dtype, kv_dtype=self.kv_dtype
         )
-        # `extra_block_bytes`: set by features that keep other data per block.
-        self.num_parameters = self.extra_block_bytes = 0
+        self.num_parameters = 0
         self.tier_storage: dict[str, TierStorage] = {}
 
     # --- start --------------------------------------------------------------------------------
@@ -108,7 +107,7 @@ class RunnerSetup:
 
             require_compiler()
         self.load()
-        block_bytes = self.extra_block_bytes + kv_cache.block_bytes(
+        block_bytes = kv_cache.block_bytes(
             block_size=self.block_size,
             num_layers=max(len(group.layers) for group in kv_groups(self.groups)),
             **self.kv_sizes,

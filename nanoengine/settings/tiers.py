@@ -13,7 +13,6 @@ from nanoengine.errors import ConfigError
 from nanoengine.settings.checks import checked
 
 Policy = Literal["auto", "load", "recompute"]
-Store = Literal["eager", "lazy"]
 
 
 @checked(ConfigError)
@@ -23,23 +22,17 @@ class HostTier:
 
     Attributes:
         gib: size in GiB.
-        store: "eager" stores a block when it is full, so that a preempted request finds it again;
-            "lazy" stores it shortly before its eviction, which copies fewer bytes and finds fewer
-            blocks.
         policy: load a hit, recompute it, or (auto) whatever is faster at the measured rates.
-        setup_s: fixed time per load in seconds, in addition to the transfer.
 
     Raises:
         ConfigError: a value has the wrong type or is out of range.
     """
 
     gib: float
-    store: Store = "eager"
     policy: Policy = "auto"
-    setup_s: float = 0.0002
 
     def __post_init__(self) -> None:
-        _check_ranges(self)
+        _require_size(self)
 
 
 @checked(ConfigError)
@@ -52,7 +45,6 @@ class DiskTier:
         gib: size in GiB per model, at most 2**20 blocks; the least recently used blocks are
             removed first.
         policy: load a hit, recompute it, or (auto) whatever is faster at the measured rates.
-        setup_s: fixed time per load in seconds, in addition to the transfer.
 
     Raises:
         ConfigError: a value has the wrong type or is out of range.
@@ -61,12 +53,11 @@ class DiskTier:
     path: str | PathLike[str] = field(kw_only=False)
     gib: float
     policy: Policy = "auto"
-    setup_s: float = 0.002
 
     def __post_init__(self) -> None:
         if not fspath(self.path):
             raise ConfigError(f"DiskTier path must be a directory, got {self.path!r}")
-        _check_ranges(self)
+        _require_size(self)
 
 
 Tier = HostTier | DiskTier
@@ -88,9 +79,6 @@ def check_tiers(tiers: tuple[Tier, ...]) -> None:
         )
 
 
-def _check_ranges(tier: Tier) -> None:
-    name = type(tier).__name__
+def _require_size(tier: Tier) -> None:
     if tier.gib <= 0:
-        raise ConfigError(f"{name} gib must be greater than 0, got {tier.gib}")
-    if tier.setup_s < 0:
-        raise ConfigError(f"{name} setup_s must be at least 0, got {tier.setup_s}")
+        raise ConfigError(f"{type(tier).__name__} gib must be greater than 0, got {tier.gib}")

@@ -100,7 +100,7 @@ def commands_on(model: Path, folder: Path) -> list[tuple[list[str], str]]:
         (["batch", name, str(rows), "--output", str(folder / "a.jsonl"), *limits], ""),
         (["batch", name, str(rows), "--output", str(folder / "b.jsonl"), "--dry-run"], ""),
         (["embed", name, str(texts), "--output", str(folder / "a.npy"), *limits[2:]], ""),
-        (["info", name, "--load", *limits[2:]], ""),
+        (["info", name], ""),
         (["explain", trace], ""),
         (["viz", trace, "--output", str(folder / "page.html")], ""),
     ]

@@ -131,7 +131,6 @@ class EngineRun:
             executor.layout,
             num_host_blocks=random.choice([1, 4, 8, 16, 40, 40]),
             cost=cost,
-            lazy=random.random() < 0.3,
             disk=None if executor.layout.num_states or random.random() < 0.2 else self.disk,
             num_host_states=random.choice([1, 3, 20]) if executor.layout.num_states else 0,
             num_disk_blocks=random.choice([5, 40, 200, 200]),

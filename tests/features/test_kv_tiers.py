@@ -94,20 +94,6 @@ def test_a_preempted_request_loads_its_blocks_from_the_tier():
     assert counts["load"][0] < counts["recompute"][0]
 
 
-def test_a_lazy_tier_stores_less_and_does_not_change_the_output(truth):
-    roomy = {"num_kv_blocks": 200}
-    stored = {}
-    for store in ("eager", "lazy"):
-        engine = small_engine([HostTier(gib=4 * MIB, store=store)], **roomy)
-        assert outputs(engine) == truth
-        stored[store] = engine.stats().tiers[0].stored_blocks
-    assert stored["eager"] > 0 and stored["lazy"] == 0
-    engine = small_engine([HostTier(gib=4 * MIB, store="lazy", policy="load")], max_num_seqs=2)
-    for _ in range(2):
-        assert outputs(engine) == truth
-    assert engine.stats().tiers[0].loaded_blocks > 0
-
-
 def test_a_slow_disk_does_not_delay_steps(truth, tmp_path, monkeypatch):
     engine = small_engine(host_and_disk(tmp_path))
     disk, submitted, may_go_on = engine.scheduler.block_manager.prefix_cache.storage, [], Event()
@@ -291,9 +277,7 @@ def test_rates_are_learned_from_steps():
     [
         (lambda: HostTier(gib=0), "HostTier gib must be greater than 0"),
         (lambda: HostTier(gib="1"), "gib must be a finite number, got '1'"),
-        (lambda: HostTier(gib=1, setup_s=-1), "HostTier setup_s must be at least 0"),
         (lambda: HostTier(gib=1, policy="never"), "policy must be one of auto, load, recompute"),
-        (lambda: HostTier(gib=1, store="never"), "store must be one of eager, lazy"),
         (lambda: DiskTier("", gib=1), "path must be a directory"),
         (lambda: EngineConfig(model="m", kv_tiers=[DiskTier("p", gib=1)]), "add a HostTier first$"),
         (lambda: EngineConfig(model="m", kv_tiers=HostTier(gib=1)), "kv_tiers must be"),

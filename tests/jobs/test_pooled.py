@@ -44,7 +44,7 @@ class Run:
         self.input.write_text("".join(json.dumps(record) + "\n" for record in rows))
         named = [f"--{name.replace('_', '-')}={value}" for name, value in OPTIONS.items()]
         paths = [str(model), str(self.input), "--output", str(self.output)]
-        code = cli.main(["batch", *paths, "--ignore-model", *named, *options])
+        code = cli.main(["batch", *paths, *named, *options])
         self.stderr = self._capsys.readouterr().err
         records = [json.loads(line) for line in self.output.read_text().splitlines()]
         return code, {record["custom_id"]: record for record in records}
@@ -203,7 +203,7 @@ def test_embeddings_and_scores_support_verify_and_dry_run(run, model, capsys):
     assert run(model, rows, "--verify", "9")[0] == 1, "a row has failed"
     assert "2 of 2 answers are identical" in run.stderr
     paths = [str(model), str(run.input), "--output", str(run.output)]
-    assert cli.main(["batch", *paths, "--ignore-model", "--dry-run"]) == 1
+    assert cli.main(["batch", *paths, "--dry-run"]) == 1
     shown = capsys.readouterr()
     assert shown.out.startswith(f"{run.input}:3: invalid_request: ") and shown.out.count("\n") == 1
     assert "3 rows, 1 would fail" in shown.err

@@ -73,15 +73,14 @@ def test_linear_layers_have_the_native_kernels(family: str, quantization: str) -
     assert error.mean() < 0.1, "another rounding of inputs changes them by less"
 
 
-def test_info_warns_once_and_shows_the_engine(
+def test_info_warns_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sizes = {"num_attention_heads": 4, "ffn_dim": 64, "word_embed_proj_dim": 64}
     path = write(tmp_path, "OPTConfig", **sizes)
-    assert cli.main(["info", path, "--load", "--num-kv-blocks", "17"]) == 0
+    assert cli.main(["info", path, "--all"]) == 0
     assert caplog.text.count("has no native model") == 1
-    assert "OPTForCausalLM: 2 layers" in (shown := capsys.readouterr().out)
-    assert "17 blocks" in shown
+    assert "OPTForCausalLM: 2 layers" in capsys.readouterr().out
 
 
 def test_options_and_embeddings_match_the_native_model() -> None:

@@ -40,7 +40,7 @@ def main() -> None:
     with LLM(
         demo_model_path(), trace=SAMPLE, block_size=8, num_kv_blocks=20, max_num_seqs=5,
         max_num_batched_tokens=48, watermark_frac=0.0, admission="watermark",
-        kv_tiers=[HostTier(gib=0.0004, policy="load", setup_s=0.0002)],
+        kv_tiers=[HostTier(gib=0.0004, policy="load")],
     ) as llm:  # fmt: skip
         for prompts in (FIRST, THEN):
             llm.generate(prompts, make_params(len(prompts)), use_tqdm=False)

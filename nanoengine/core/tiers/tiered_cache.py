@@ -43,8 +43,6 @@ from nanoengine.core.tiers.disk import DiskBlocks, DiskStorage, NoDisk
 from nanoengine.core.tiers.lookup import Content, Level, TieredLookup, content_of
 from nanoengine.core.tiers.stats import TierStats
 
-LAZY_BLOCKS = 64
-"""A lazy cache stores the device's cached blocks when they are among this many next evicted."""
 WAIT_S = 0.05
 """Longest wait for the disk [s] when no step can be planned."""
 
@@ -66,14 +64,12 @@ class TieredPrefixCache(GroupedPrefixCache):
         num_host_blocks, num_disk_blocks: sizes of the tiers.
         num_host_states: number of snapshots in host memory; a disk holds none.
         cost: decides between loading and recomputing.
-        lazy: store blocks shortly before they are evicted; False stores them as soon as they are
-            full.
         disk: moves blocks to files and back; None: there is no disk tier.
 
     Attributes:
         host: the pool of host memory.
         disk: the blocks on disk.
-        cost, lazy: as given.
+        cost: as given.
         storage: moves blocks to files and back; a `NoDisk` without a disk tier.
     """
 
@@ -83,7 +79,6 @@ class TieredPrefixCache(GroupedPrefixCache):
         *,
         num_host_blocks: int,
         cost: CostModel,
-        lazy: bool = False,
         disk: DiskStorage | None = None,
         num_disk_blocks: int = 1,
         num_host_states: int = 0,
@@ -91,7 +86,6 @@ class TieredPrefixCache(GroupedPrefixCache):
         super().__init__(layout)
         self.tiers = self
         self.cost = cost
-        self.lazy = lazy
         self.storage: DiskStorage = disk or NoDisk()
         self._last_level = Level.HOST if disk is None else Level.DISK
         self._sizes = (num_host_blocks + 1, num_disk_blocks + 1)
@@ -214,11 +208,10 @@ class TieredPrefixCache(GroupedPrefixCache):
         return tables
 
     def _index(self, block_ids: list[int], group: int, prefixes: list[Prefix]) -> list[Block]:
-        """Indexes device blocks, and stores the newly indexed ones, unless lazy."""
+        """Indexes device blocks, and stores the newly indexed ones."""
         fresh = super()._index(block_ids, group, prefixes)
-        if not self.lazy:
-            for block in fresh:
-                self._store(block)
+        for block in fresh:
+            self._store(block)
         return fresh
 
     def _store(self, block: Block) -> None:
@@ -234,10 +227,7 @@ class TieredPrefixCache(GroupedPrefixCache):
             self._planned.append(StepCopy("store", content, block.block_id, host_id))
 
     def take_transfers(self, plan: StepPlan) -> list[Transfer]:
-        """The loads and stores of a planned step, including lazy stores."""
-        if self.lazy:
-            for block_id in self.pool.next_evicted(LAZY_BLOCKS):
-                self._store(self.pool.blocks[block_id])
+        """The loads and stores of a planned step."""
         copies, self._planned = sorted(self._planned, key=attrgetter("kind")), []
         if copies:
             self._in_flight[plan.step] = copies
