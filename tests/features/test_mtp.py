@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from nanoengine import HostTier
+from nanoengine.checkpoint.config import load_model_config
+from nanoengine.checkpoint.mtp import with_mtp_layer
+from nanoengine.checkpoint.quantization import StoredQuantization
 from nanoengine.errors import ConfigError, UnsupportedModelError
 from nanoengine.settings.params import SamplingParams
 from tests.support.drafts import draft_always
@@ -126,6 +131,10 @@ def test_models_without_an_mtp_layer_and_unsupported_options_raise():
     for model in ("glm4_moe", "qwen3"):
         with pytest.raises(UnsupportedModelError, match="needs a checkpoint with the MTP layer"):
             make_engine(checkpoint(model), speculative="mtp")
+    stored = StoredQuantization(format="fp8", bits=8, group_size=None, activations="fp8")
+    config = replace(load_model_config(mtp_checkpoint("qwen3_5", STEPS)), quantization=stored)
+    with pytest.raises(UnsupportedModelError, match="whose weights are stored in"):
+        with_mtp_layer(config, ["mtp.fc.weight"])
     for options in ({"kv_tiers": [HostTier(gib=0.01)]}, {"tensor_parallel_size": 2}):
         with pytest.raises(ConfigError, match="a draft model or 'mtp' is not supported"):
             make_engine(path, speculative="mtp", **options)
