@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -124,6 +126,15 @@ def test_the_memory_plan_includes_the_layer():
     plain, engine = make_engine(path, **size), make_engine(path, speculative="mtp", **size)
     assert 2 * engine.info.block_bytes == 3 * plain.info.block_bytes
     assert engine.executor.weight_bytes > plain.executor.weight_bytes
+
+
+def test_a_closed_engine_keeps_neither_weights_nor_cache():
+    engine = mtp_engine(mtp_checkpoint("glm4_moe", STEPS), attention_backend="cpu", dtype="float32")
+    run(engine, PROMPTS[:2], greedy(4))
+    held = [weakref.ref(part) for part in (engine.executor.model, engine.executor.kv_cache)]
+    engine.close()
+    gc.collect()
+    assert not any(ref() for ref in held)
 
 
 def test_models_without_an_mtp_layer_and_unsupported_options_raise():
