@@ -147,11 +147,6 @@ class MTPRunner(ModelRunner):
             return most_likely_tokens(self.model, hidden)[0]
         return sampler.sample(self.model.logits(hidden), rows, positions).packed[0]
 
-    def shutdown(self) -> None:
-        """As in the base class."""
-        self._pending = None  # Why: its batch has views of the KV cache.
-        super().shutdown()
-
 
 class MTPDrafter(Drafter):
     """The drafter over an MTPRunner.
