@@ -253,8 +253,7 @@ HARMLESS = frozenset((
     # settings of transformers' own implementations
     "cache_implementation", "use_cache", "mamba_chunk_size", "num_logits_to_keep",
     "chunk_size", "mamba_ssm_cache_dtype", "moe_shared_expert_overlap", "use_mamba_kernels",
-    "mtp_layers_block_type", "mtp_hybrid_override_pattern", "mtp_num_hidden_layers",
-    "mtp_use_dedicated_embeddings",
+    "mtp_layers_block_type", "mtp_hybrid_override_pattern",
     "reorder_and_upcast_attn", "attention_softmax_in_fp32", "scale_attention_softmax_in_fp32",
     "summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type",
     "summary_use_proj", "init_std",
