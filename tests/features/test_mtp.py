@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+from dataclasses import replace
+
 import pytest
 
 from nanoengine import HostTier
+from nanoengine.checkpoint.config import load_model_config
+from nanoengine.checkpoint.mtp import with_mtp_layer
+from nanoengine.checkpoint.quantization import StoredQuantization
 from nanoengine.errors import ConfigError, UnsupportedModelError
 from nanoengine.settings.params import SamplingParams
 from tests.support.drafts import draft_always
@@ -121,11 +128,24 @@ def test_the_memory_plan_includes_the_layer():
     assert engine.executor.weight_bytes > plain.executor.weight_bytes
 
 
+def test_a_closed_engine_keeps_neither_weights_nor_cache():
+    engine = mtp_engine(mtp_checkpoint("glm4_moe", STEPS), attention_backend="cpu", dtype="float32")
+    run(engine, PROMPTS[:2], greedy(4))
+    held = [weakref.ref(part) for part in (engine.executor.model, engine.executor.kv_cache)]
+    engine.close()
+    gc.collect()
+    assert not any(ref() for ref in held)
+
+
 def test_models_without_an_mtp_layer_and_unsupported_options_raise():
     path = mtp_checkpoint("glm4_moe", STEPS)
     for model in ("glm4_moe", "qwen3"):
         with pytest.raises(UnsupportedModelError, match="needs a checkpoint with the MTP layer"):
             make_engine(checkpoint(model), speculative="mtp")
+    stored = StoredQuantization(format="fp8", bits=8, group_size=None, activations="fp8")
+    config = replace(load_model_config(mtp_checkpoint("qwen3_5", STEPS)), quantization=stored)
+    with pytest.raises(UnsupportedModelError, match="whose weights are stored in"):
+        with_mtp_layer(config, ["mtp.fc.weight"])
     for options in ({"kv_tiers": [HostTier(gib=0.01)]}, {"tensor_parallel_size": 2}):
         with pytest.raises(ConfigError, match="speculative='mtp' is not supported"):
             make_engine(path, speculative="mtp", **options)

@@ -18,6 +18,7 @@ from nanoengine.layers.delta_rule import CHUNK, DeltaInputs, scan, step
 from tests.support.drafts import draft_always
 from tests.support.engines import checkpoint, greedy, make_engine, random_prompts, run, tokens
 from tests.support.model_helpers import make_context
+from tests.support.processors import Foretold
 from tests.support.recurrent_states import random_inputs
 
 SHARED = random_prompts(1, [150], seed=3)[0]
@@ -112,6 +113,15 @@ def test_drafts_do_not_change_a_bit(family, form):
         stats = engine.stats()
         assert stats.drafted_tokens - 20 > stats.accepted_tokens > 100
         assert stats.cache_hit_tokens > 4 * 128
+
+
+def test_jump_forward_tokens_do_not_change_outputs():
+    """Of six states, a few are free for drafts."""
+    answers = expected("qwen3_5")
+    texts = dict(zip(map(tuple, PROMPTS), (answer for (answer,) in answers), strict=True))
+    engine = engine_of("qwen3_5", max_num_seqs=3, logits_processors=[Foretold(texts, right=True)])
+    assert tokens(run(draft_always(engine), PROMPTS, PARAMS[1])) == answers
+    assert engine.stats().accepted_tokens > 0
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -71,7 +71,7 @@ class MTPRunner(ModelRunner):
         """As in the base class; the model's forward then keeps all hidden states."""
         if not self.num_parameters:
             super().load()
-            self._model_forward, self.model.forward = self.model.forward, self._forward
+            self.model.forward = self._forward
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """Runs the MTP layer on the previous step, whose blocks are still its own, and then a
@@ -83,7 +83,7 @@ class MTPRunner(ModelRunner):
     def _forward(self, batch: Batch) -> torch.Tensor:
         """The model's forward: computes all tokens, and returns those with logits."""
         wanted, batch.logits_indices = batch.logits_indices, None
-        hidden, plan = self._model_forward(batch), self._plan
+        hidden, plan = type(self.model).forward(self.model, batch), self._plan
         if plan is not None:
             counts = np.array(plan.num_scheduled_tokens)
             order = np.flatnonzero(counts)
