@@ -155,9 +155,7 @@ class RunnerSetup:
         return layout
 
     def load(self) -> None:
-        """Loads the model, once. `start` calls this if it has not been called before."""
-        if self.num_parameters:
-            return
+        """Loads the model; called by `start`."""
         started = time.perf_counter()
         context = make_context(self.options, self.backend, self.ranks)
         self.model = load_model(

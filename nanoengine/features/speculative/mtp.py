@@ -69,9 +69,8 @@ class MTPRunner(ModelRunner):
 
     def load(self) -> None:
         """As in the base class; the model's forward then keeps all hidden states."""
-        if not self.num_parameters:
-            super().load()
-            self.model.forward = self._forward
+        super().load()
+        self.model.forward = self._forward
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """Runs the MTP layer on the previous step, whose blocks are still its own, and then a
