@@ -19,7 +19,8 @@ from nanoengine.kernels.pool import PIECES
 ROW_TILE = 32  # rows of a task with few queries: queries times query heads of one KV head
 CHUNK_ROWS = 128  # rows of a task in a chunk of a prompt: they share each load of keys and values
 TASKS_PER_WORKER = 16  # for a chunk, if it has enough rows: the imbalance is at most one task
-SPLIT = 256  # context tokens per task of a single query tile; fixed, so that results are too
+SPLIT = 256  # context tokens per task of few queries; fixed, so that results are too
+SPLIT_QUERIES = 9  # queries of a sequence up to which its context is split: a token and 8 drafts
 
 # Columns of a task.
 SEQ, HEAD, QUERY, NUM_QUERIES, POSITION, KV_START, KV_STOP, PARTIAL = range(8)
@@ -65,9 +66,10 @@ def _max_tasks(query_start, seq_lens, queries_per_tile, num_kv_heads):
     """Upper bounds of the tasks of a step, and of the splits of one of its sequences."""
     tasks, splits = 0, 1
     for s in range(len(seq_lens)):
-        tiles = -(-(query_start[s + 1] - query_start[s]) // queries_per_tile)
-        context_splits = seq_lens[s] // SPLIT + 2
-        tasks += num_kv_heads * max(tiles, context_splits)
+        queries = query_start[s + 1] - query_start[s]
+        tiles, context_splits = -(-queries // queries_per_tile), seq_lens[s] // SPLIT + 2
+        is_split = queries <= SPLIT_QUERIES or tiles == 1
+        tasks += num_kv_heads * tiles * (context_splits if is_split else 1)
         splits = max(splits, context_splits)
     return tasks, splits
 
@@ -128,16 +130,20 @@ def plan_tasks(
     for s in range(len(seq_lens)):
         n = query_start[s + 1] - query_start[s]
         first, last, per_task = 0, n, queries_per_tile
+        is_split = n <= SPLIT_QUERIES or n <= queries_per_tile
         if n > queries_per_tile:
-            first, last, per_task = needed[s, 0], needed[s, 1], max(1, chunk_rows // group_size)
+            first, last = needed[s, 0], needed[s, 1]
+        if not is_split:
+            per_task = max(1, chunk_rows // group_size)
         for head in range(num_kv_heads):
             for query in range(first, last, per_task):
                 num_queries = min(per_task, last - query)
                 position = seq_lens[s] - n + query
                 start, stop = max(0, position - window + 1), position + num_queries
-                # Why: a single tile is split over its context, so that one sequence keeps all cores
-                # busy. Chunks of many tiles are not: their partial sums would fill the memory.
-                split = SPLIT if n <= queries_per_tile else stop
+                # Why: few queries are split over their context, so that a sequence keeps all cores
+                # busy, and a token has the same bits alone and with drafts. Chunks of many tiles
+                # are not: their partial sums would fill the memory.
+                split = SPLIT if is_split else stop
                 first_split = start // split
                 num_splits = -(-stop // split) - first_split
                 if num_splits > 1:

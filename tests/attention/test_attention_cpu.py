@@ -172,6 +172,24 @@ def test_a_chunk_has_the_same_bits_as_the_whole_prompt(dtype, kv_dtype):
         assert torch.equal(run(query_len), expected[-query_len:])
 
 
+@pytest.mark.parametrize("group_size", [1, 8, 40])
+@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.int8])
+@pytest.mark.parametrize(("seq_len", "sliding_window"), [(514, None), (700, None), (700, 300)])
+def test_up_to_nine_queries_have_the_bits_of_decodes(seq_len, sliding_window, kv_dtype, group_size):
+    """Queries of drafts, in one tile or several, and across the boundary of two splits."""
+
+    def run(query_len, seq_len):
+        return Paged(
+            lengths=[(query_len, seq_len)], seeds=[3], dtype=torch.float32, kv_dtype=kv_dtype,
+            group_size=group_size, sliding_window=sliding_window,
+        ).run("cpu")  # fmt: skip
+
+    for query_len in (2, 5, 9):
+        found = run(query_len, seq_len)
+        for back in range(query_len):
+            assert torch.equal(found[-1 - back], run(1, seq_len - back)[0])
+
+
 @pytest.mark.parametrize("threads", [1, 2, 3, 7])
 def test_tasks_cover_every_query_and_key_once_and_balance(threads):
     lengths, group_size, heads, window = LENGTHS, 2, 3, 100
@@ -250,8 +268,8 @@ def test_decodes_that_share_a_prefix_attend_it_together_bit_for_bit(
     )  # fmt: skip
     together = max(tasks[tasks[:, SEQ] < 7][:, NUM_QUERIES])
     assert together == min(5, max(1, ROW_TILE // group_size))
-    lone = [n for q, n in SHARED if q * group_size <= ROW_TILE and n > SPLIT]
-    assert len(parts) == 2 * sum(-(-n // SPLIT) for n in lone)  # 2 heads
+    tiles = [(-(-q // max(1, ROW_TILE // group_size)), n) for q, n in SHARED if n > SPLIT]
+    assert len(parts) == 2 * sum(count * -(-n // SPLIT) for count, n in tiles)  # 2 heads
     # Split 0 has five users, split 1 four of them; with 16 query heads per KV head, two at a time.
     riders = len(parts) - sum(tasks[:, PARTIAL] >= 0)
     assert riders == 2 * {1: 7, 2: 7, 16: 4, 20: 0}[group_size]
