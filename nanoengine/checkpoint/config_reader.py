@@ -234,7 +234,7 @@ HARMLESS = frozenset((
     "output_hidden_states", "pretraining_tp", "problem_type", "return_dict", "tokenizer_class",
     "torchscript", "transformers_version", "use_bfloat16", "name_or_path", "finetuning_task",
     "prefix", "pruned_heads", "task_specific_params", "tf_legacy_loss", "tie_encoder_decoder",
-    "cross_attention_hidden_size",
+    "cross_attention_hidden_size", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings",
     # token ids of BOS, padding and others
     "bos_token_id", "decoder_start_token_id", "eod_token_id", "pad_token_id", "sep_token_id",
     "unk_token_id",

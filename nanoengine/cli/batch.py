@@ -35,8 +35,6 @@ if TYPE_CHECKING:
 ALL_ANSWERED, SOME_FAILED, REFUSED, TOO_MANY_ERRORS, SOME_DIFFER = 0, 1, 2, 3, 4
 """Exit codes; after a signal it is 128 + its number."""
 
-MAX_TIMEOUT_S = 86_400
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchArgs(JobOptions, EngineArgs):
@@ -72,8 +70,8 @@ class BatchArgs(JobOptions, EngineArgs):
     dry_run: bool = False
 
     def __post_init__(self) -> None:
-        if not 0 <= self.shutdown_timeout <= MAX_TIMEOUT_S:
-            limit = f"at least 0 and at most {MAX_TIMEOUT_S:,}"
+        if not 0 <= self.shutdown_timeout <= 86_400:
+            limit = "at least 0 and at most 86,400"
             raise ConfigError(f"--shutdown-timeout must be {limit}, got {self.shutdown_timeout}")
         require_positive(self, ConfigError, "replicas", "verify")
         if self.threads_per_replica is not None and self.replicas is None:

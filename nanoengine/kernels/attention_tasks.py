@@ -68,7 +68,7 @@ def _max_tasks(query_start, seq_lens, queries_per_tile, num_kv_heads):
     for s in range(len(seq_lens)):
         queries = query_start[s + 1] - query_start[s]
         tiles, context_splits = -(-queries // queries_per_tile), seq_lens[s] // SPLIT + 2
-        is_split = queries <= SPLIT_QUERIES or tiles == 1
+        is_split = queries <= max(SPLIT_QUERIES, queries_per_tile)
         tasks += num_kv_heads * tiles * (context_splits if is_split else 1)
         splits = max(splits, context_splits)
     return tasks, splits
@@ -129,12 +129,9 @@ def plan_tasks(
     num_tasks, num_merges, num_parts, num_partials = 0, 0, 0, 0
     for s in range(len(seq_lens)):
         n = query_start[s + 1] - query_start[s]
-        first, last, per_task = 0, n, queries_per_tile
-        is_split = n <= SPLIT_QUERIES or n <= queries_per_tile
-        if n > queries_per_tile:
-            first, last = needed[s, 0], needed[s, 1]
-        if not is_split:
-            per_task = max(1, chunk_rows // group_size)
+        is_split = n <= max(SPLIT_QUERIES, queries_per_tile)
+        first, last = (needed[s, 0], needed[s, 1]) if n > queries_per_tile else (0, n)
+        per_task = queries_per_tile if is_split else max(1, chunk_rows // group_size)
         for head in range(num_kv_heads):
             for query in range(first, last, per_task):
                 num_queries = min(per_task, last - query)

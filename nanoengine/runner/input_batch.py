@@ -86,8 +86,8 @@ class InputBatch:
         # Why not numpy: it backs a large array with 2 MiB pages, see `zeros`.
         host, tokens = torch.device("cpu"), (max_num_seqs, max_model_len + 1)
         self.token_ids = zeros(tokens, torch.int32, host).numpy()
-        # Why 32, `MAX_DRAFTS`: the state after each draft has an entry.
-        max_blocks = -(-max_model_len // block_size) + 1 + 32 * (first_state is not None)
+        # Why 8, `MAX_DRAFTS`: the state after each draft has an entry.
+        max_blocks = -(-max_model_len // block_size) + 1 + 8 * (first_state is not None)
         tables = num_groups, max_num_seqs, max_blocks
         self.block_tables = zeros(tables, torch.int32, host).numpy()
         self.pool = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=device)

@@ -14,7 +14,8 @@ from dataclasses import dataclass, fields
 from nanoengine.errors import ConfigError
 from nanoengine.settings.checks import quoted
 
-MAX_DRAFTS = 32
+MAX_DRAFTS = 8
+"""More would change the last bits of attention: `SPLIT_QUERIES` in kernels/attention_tasks.py."""
 MAX_NGRAM = 16
 
 

@@ -118,7 +118,7 @@ def test_the_speculative_option_is_parsed(text, drafts):
         ("", "must be 'ngram' or 'mtp', got ''"),
         ("ngram:min=5", r"1 <= min <= max <= 16 must hold, got min=5, max=4"),
         ("ngram:max=17", "got min=2, max=17"),
-        ("ngram:k=0", r"k must be in \[1, 32\], got 0"),
+        ("ngram:k=0", r"k must be in \[1, 8\], got 0"),
         (
             "ngram:k=x",
             "the options of 'ngram' are max, min, k, integers, as in 'ngram:k=4'; got 'k=x'",

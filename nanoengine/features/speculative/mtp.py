@@ -60,7 +60,6 @@ class MTPRunner(ModelRunner):
     def __init__(self, options: RunnerOptions) -> None:
         model_config = with_mtp_layer(options.model_config, stored_tensors(options.directory))
         super().__init__(replace(options, model_config=model_config))
-        assert model_config.mtp is not None
         self.groups = kv_cache.make_groups(
             model_config.mtp, block_size=self.block_size, dtype=self.dtype, kv_dtype=self.kv_dtype
         )
