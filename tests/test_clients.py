@@ -75,7 +75,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         for name in ("tokenizer.json", "tokenizer_config.json"):
             shutil.copy(demo_model_path() / name, directory)
     (media / "config.json").write_text(
-        json.dumps({"architectures": ["Qwen2VLForConditionalGeneration"]}), encoding="utf-8"
+        json.dumps({"architectures": ["WhisperForConditionalGeneration"]}), encoding="utf-8"
     )
     return {"awq": str(folder / "quantized"), "media": str(media), "demo": str(demo_model_path())}
 

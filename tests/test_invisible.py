@@ -214,11 +214,10 @@ def test_n_sequences_with_top_k_1_equal_the_greedy_one(overlap, truth):
 
 
 @LOOPS
-@pytest.mark.parametrize("draft", ["ngram:max=3,min=1,k=4", "qwen3", "llama"])
-def test_speculation_does_not_change_outputs(draft, overlap, truth):
+def test_speculation_does_not_change_outputs(overlap, truth):
     engine = make_engine(
         checkpoint("qwen3"),
-        speculative=draft if "ngram" in draft else checkpoint(draft),
+        speculative="ngram:max=3,min=1,k=4",
         block_size=8,
         num_kv_blocks=25,
         long_prefill_threshold=7,
@@ -228,7 +227,7 @@ def test_speculation_does_not_change_outputs(draft, overlap, truth):
     assert tokens(run(engine, prompts(), greedy(NUM_TOKENS))) == truth["full"]
     stats = engine.stats()
     assert stats.preemptions > 0 and stats.drafted_tokens > 50
-    assert (stats.drafted_tokens == stats.accepted_tokens) is (draft == "qwen3")
+    assert stats.drafted_tokens > stats.accepted_tokens > 0
 
 
 @pytest.mark.parametrize(
@@ -255,14 +254,14 @@ def test_jump_forward_tokens_do_not_change_outputs(speculative, overlap, truth):
 
 
 @LOOPS
-@pytest.mark.parametrize("speculative", [None, "ngram:max=3,min=1,k=4", "qwen3"])
+@pytest.mark.parametrize("speculative", [None, "ngram:max=3,min=1,k=4"])
 def test_a_grammar_that_allows_everything_does_not_change_outputs(
     speculative, overlap, truth, monkeypatch
 ):
     monkeypatch.setattr(structured, "_library", any_text)
     engine = make_engine(
         checkpoint("qwen3"),
-        speculative=checkpoint("qwen3") if speculative == "qwen3" else speculative,
+        speculative=speculative,
         block_size=8,
         num_kv_blocks=25,
         long_prefill_threshold=7,
