@@ -398,4 +398,3 @@ def test_a_batch_with_tensor_parallelism_runs_in_a_replica(monkeypatch: Any) -> 
     args = batch.BatchArgs(model="demo", inputs=("in",), output="out", tensor_parallel_size=2)
     assert batch._engines(args, {"model": "demo"}) is engines
     assert calls == [({"model": "demo"}, 1, None)]
-    assert engines.timeout_s == replicas.REPLICA_TIMEOUT_S
