@@ -162,9 +162,7 @@ def model_lines(
         f" {m.num_attention_heads} query and {m.num_key_value_heads} KV heads of {m.head_dim},"
         f" vocabulary {m.vocab_size:,}"
     )
-    yield (
-        f"context {m.max_position_embeddings:,} tokens, stored as {m.dtype}, runs in {_name(dtype)}"
-    )
+    yield f"context {m.max_position_embeddings:,} tokens; computed in {_name(dtype)}"
     per_1000 = f"{1000 * kv_bytes / 2**20:,.1f} MiB per 1,000 tokens"
     yield f"KV cache: {kv_bytes:,} bytes per token in {_name(kv_dtype)}, {per_1000}"
     if windows := set(m.sliding_windows) - {None}:

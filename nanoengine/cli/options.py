@@ -23,8 +23,8 @@ WITHOUT_OPTION = ("structured_outputs", "logits_processors", "extra_args", "kv_t
 which commands have --raw."""
 # Why not the text of SamplingParams: None means unlimited there, but "not given" here.
 MAX_TOKENS = (
-    "Maximum number of tokens to generate. By default: the row's value, else the model's, else 256;"
-    " 16 for an OpenAI completion; the whole context for an OpenAI chat and in `nanoengine chat`."
+    "Maximum number of tokens to generate (256). A row's value, and the model's, come first. The"
+    " default of an OpenAI completion is 16; of an OpenAI chat and `chat`, the whole context."
 )
 FORMATS = {
     "json_schema": ("json", "JSON schema of the output: a file, or the schema itself."),

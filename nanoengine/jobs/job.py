@@ -61,7 +61,7 @@ class JobOptions(RowOptions):
         errors: Write error records to this file instead of the output.
         sort_output: Sort the finished output into the order of the inputs.
         require_unique_ids: Refuse to start if a custom_id or an id occurs twice.
-        restart: Start over; an earlier output is renamed to OUTPUT.1.
+        restart: Start over; answers.csv is renamed to answers.1.csv.
         retry_errors: In a resumed job, run failed rows again.
         reorder: Run rows with a common prefix together, and the longest rows first at the end. Only
             the speed depends on it.

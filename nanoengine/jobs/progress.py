@@ -141,7 +141,7 @@ def _summary(job: Job, counts: Counts, facts: dict[str, Any]) -> Iterator[str]:
     if job.num_done and job.num_done == job.num_rows:
         rows = f"all {job.num_rows:,} rows, {job.num_failed:,} of them failed"
         yield f"complete: earlier runs finished {rows}; see {job.places}"
-        yield f"to run them again, {START_OVER_HINT}"
+        yield f"--retry-errors runs failed rows again; to run all rows, {START_OVER_HINT}"
         return
     total = "" if job.num_rows is None else f" of {job.num_rows:,}"
     yield f"{facts['ended']}: {num_done:,}{total} rows are in {job.places}"

@@ -535,7 +535,7 @@ def test_a_complete_job_loads_no_model(batch: Batch, monkeypatch: Any) -> None:
     assert batch.run(source, *GREEDY, output=output) == 0
     assert output.read_bytes() == content
     finished = "complete: earlier runs finished all 2 rows, 0 of them failed"
-    assert batch.stderr.startswith(f"{finished}; see {output}\nto run them again, name another")
+    assert batch.stderr.startswith(f"{finished}; see {output}\n--retry-errors runs failed")
 
 
 @pytest.mark.parametrize(
