@@ -157,7 +157,7 @@ def load_model_config(directory: str | Path, *, model_impl: str = "auto") -> Mod
     if is_gguf(directory):
         from nanoengine.checkpoint.gguf_models import read_config
 
-        return read_config(directory, parse_model_config)
+        return read_config(directory, parse_model_config, _by_transformers)
     if not os.path.lexists(directory / "config.json"):
         raise ConfigError(f"model={str(directory)!r} is not a checkpoint: it has no config.json")
     raw = read_object(directory / "config.json", ModelError)
@@ -172,9 +172,15 @@ def load_model_config(directory: str | Path, *, model_impl: str = "auto") -> Mod
 
         if not is_decoder(raw):
             raise
-        warn_once("%s has no native model: transformers' modules compute it", directory)
+    return _by_transformers(directory, raw, generation, warn=model_impl == "auto")
+
+
+def _by_transformers(model: Path, raw: Json, generation: Json, *, warn: bool = True) -> ModelConfig:
+    """The ModelConfig of a checkpoint or a GGUF file that transformers' modules compute."""
     from nanoengine.checkpoint.transformers_config import sizes_of
 
+    if warn:
+        warn_once("%s has no native model: transformers' modules compute it", model)
     named, ours = raw.get("architectures"), ("dtype", "torch_dtype", "eos_token_id")
     keys = ConfigReader({key: raw.get(key) for key in ours})
     return ModelConfig(
@@ -183,7 +189,7 @@ def load_model_config(directory: str | Path, *, model_impl: str = "auto") -> Mod
         eos_sources=tuple(_eos_sources(keys, generation)),
         generation_defaults=_generation_defaults(generation),
         model_impl="transformers",
-        **sizes_of(directory),
+        **sizes_of(model),
     )
 
 

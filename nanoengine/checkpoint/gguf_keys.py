@@ -71,8 +71,10 @@ class Metadata:
     @property
     def head_dim(self) -> int:
         """The head dim of queries and keys."""
+        if size := self.uniform("attention.key_length", int):
+            return size
         heads, width = self.uniform("attention.head_count", int), self.get("embedding_length", int)
-        return self.uniform("attention.key_length", int) or (width or 0) // (heads or 1)
+        return (width or 0) // (heads or 1)
 
     def window_keys(self, every: int, layers: int) -> Json:
         """`sliding_window` and `layer_types` of config.json.

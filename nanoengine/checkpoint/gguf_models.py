@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from nanoengine.checkpoint.config_reader import SCHEMA, ConfigReader, Json
-from nanoengine.checkpoint.families import every_family
+from nanoengine.checkpoint.families import every_family, gguf_families
 from nanoengine.checkpoint.gguf import FLOATS, TYPES, read_rows
 from nanoengine.checkpoint.gguf_keys import SCORING_FUNCS, GGUFConfigReader, Metadata
 from nanoengine.checkpoint.gguf_tensors import ROPE_FACTORS, Entry, GGUFModel
@@ -39,6 +39,11 @@ BIASES = {
 }
 """Field of `LayerConfig` -> suffixes of tensor names that show that it is set. Why not a key: no
 file has one."""
+BIAS_KEYS = {
+    **dict.fromkeys(("attention_bias", "use_qkv_bias", "use_bias"), ".q_proj.bias"),
+    "mlp_bias": ".mlp.down_proj.bias", "lm_head_bias": "lm_head.bias",
+}
+"""The same for keys of transformers' configs."""
 END_TOKENS = (
     "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>",
     "<|endoftext|>", "<|eom_id|>", "<|end_of_text|>",
@@ -50,11 +55,13 @@ CONTROL_TYPE = 3
 # fmt: on
 
 
-def read_config(path: Path, parse: Callable[..., Any]) -> Any:
+def read_config(
+    path: Path, parse: Callable[..., Any], parse_by_transformers: Callable[..., Any]
+) -> Any:
     """Reads the ModelConfig of a GGUF file.
 
     Args:
-        parse: `config.parse_model_config`, which would be a circular import.
+        parse, parse_by_transformers: functions of `config.py`, which would be circular imports.
 
     Raises:
         UnsupportedModelError: see `parse`; the message has the keys of the GGUF file.
@@ -62,7 +69,9 @@ def read_config(path: Path, parse: Callable[..., Any]) -> Any:
     model = GGUFModel(path)
     make_reader = partial(GGUFConfigReader, model.metadata)
     try:
-        return adapt_to_file(parse(*config_json(model), make_reader), model)
+        if model.architecture in every_family():
+            return adapt_to_file(parse(*config_json(model), make_reader), model)
+        return adapt_to_file(parse_by_transformers(path, *config_json(model)), model)
     except UnsupportedModelError as error:
         raise UnsupportedModelError(with_gguf_keys(model, str(error))) from error
 
@@ -76,7 +85,7 @@ def config_json(model: GGUFModel) -> tuple[dict[str, Any], dict[str, Any]]:
             wrong type; the message has file, key, value and what is allowed.
     """
     metadata, differences, tensors = model.metadata, model.differences, model.tensors
-    family, family_keys = every_family()[model.architecture], differences.read(metadata)
+    family, family_keys = gguf_families()[model.architecture], differences.read(metadata)
     raw: dict[str, Any] = {"architectures": [model.architecture], "eos_token_id": []}
     raw |= differences.constants
     experts = () if family.moe is None else ("expert_count", "expert_used_count")
@@ -84,8 +93,8 @@ def config_json(model: GGUFModel) -> tuple[dict[str, Any], dict[str, Any]]:
         metadata.get(name, Any)
     raw["num_hidden_layers"] = metadata.num_main_layers
     if "num_key_value_heads" not in family_keys:
-        heads = metadata.uniform("attention.head_count", int)
-        raw["num_key_value_heads"] = metadata.uniform("attention.head_count_kv", int, heads)
+        heads = metadata.uniform("attention.head_count_kv", int)
+        raw["num_key_value_heads"] = heads or metadata.uniform("attention.head_count", int)
     head_dim = raw["head_dim"] = metadata.head_dim
     is_mla = "qk_rope_head_dim" in family_keys
     if metadata.uniform("attention.value_length", int, head_dim) != head_dim and not is_mla:
@@ -115,6 +124,37 @@ def config_json(model: GGUFModel) -> tuple[dict[str, Any], dict[str, Any]]:
     raw |= windows | _rope_keys(model) | family_keys
     sampling = {to: metadata.read(f"general.sampling.{key}", float) for key, to in SAMPLING.items()}
     return raw, {key: value for key, value in sampling.items() if value is not None}
+
+
+def transformers_keys(model: GGUFModel) -> Json:
+    """The arguments of transformers' config class for a model of `families/gguf_only.py`.
+
+    Raises:
+        UnsupportedModelError: see `config_json`.
+    """
+    from transformers import AutoConfig
+
+    family, metadata = gguf_families()[model.architecture], model.metadata
+    (raw, _), entries = config_json(model), model.entries()
+    keys = GGUFConfigReader(metadata, raw, family.defaults, model_type=family.model_type)
+    tokens = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    names = AutoConfig.for_model(family.model_type, **tokens).to_dict()
+    found = {name: raw[name] for name in names if raw.get(name) is not None}
+    found |= {name: keys.get(name) for name in names if name in SCHEMA and name in keys}
+    for name in names.keys() & BIAS_KEYS.keys():
+        found[name] = any(entry.endswith(BIAS_KEYS[name]) for entry in entries)
+    full, sliding = family.rope_theta_keys or ("rope_theta", "")
+    rope: Json = {"rope_type": "default", "rope_theta": raw[full], **raw.get("rope_scaling", {})}
+    rope |= {name: raw[name] for name in (ORIGINAL,) if name in raw}
+    if family.partial_rotary:
+        rope |= {"partial_rotary_factor": raw["rotary_dim"] / raw["head_dim"]}
+    if sliding:
+        size = metadata.get("rope.dimension_count_swa", int, raw["head_dim"])
+        factors = {"rope_theta": raw[sliding], "partial_rotary_factor": size / raw["head_dim"]}
+        rope = {FULL: rope, SLIDING: {"rope_type": "default", **factors}}
+    model.differences.values(metadata)
+    metadata.reject_unread()
+    return {**found, **tokens, "model_type": family.model_type, "rope_parameters": rope}
 
 
 def with_gguf_keys(model: GGUFModel, message: str) -> str:
@@ -164,7 +204,7 @@ def adapt_to_file(config: Any, model: GGUFModel) -> Any:
 def _rope_keys(model: GGUFModel) -> Json:
     """The RoPE parameters as keys of config.json. Files with llama3 or longrope store a tensor with
     a divisor per RoPE frequency instead of the parameters; longrope has two such tensors."""
-    metadata, family = model.metadata, every_family()[model.architecture]
+    metadata, family = model.metadata, gguf_families()[model.architecture]
     base = metadata.get("rope.freq_base", float, 1e4)
     full, sliding = family.rope_theta_keys or ("rope_theta", "rope_theta")
     default = base if sliding == full else 1e4

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from nanoengine.checkpoint.families import every_family
+from nanoengine.checkpoint.families import gguf_families
 from nanoengine.checkpoint.gguf import FLOATS, GGUFTensor, StoredRows, read_gguf, read_rows
 from nanoengine.checkpoint.gguf_keys import Metadata
 from nanoengine.errors import UnsupportedModelError, WeightLoadError
@@ -94,7 +94,7 @@ class GGUFModel:
     def __init__(self, path: Path, *, keep: bool = True) -> None:
         raw, self.tensors = read_gguf(path, keep=keep)
         self.metadata = metadata = Metadata(path, raw, self.tensors)
-        kind, every = metadata.read("general.type", str, "model"), every_family()
+        kind, every = metadata.read("general.type", str, "model"), gguf_families()
         known = sorted({name for family in every.values() for name in family.gguf})
         if kind != "model" or metadata.architecture not in known:
             what = {"architecture": metadata.architecture} if kind == "model" else {"type": kind}

@@ -14,6 +14,7 @@ from nanoengine.checkpoint.families import TEXT_PARTS
 from nanoengine.checkpoint.layer_config import FULL, SLIDING, LayerConfig
 from nanoengine.errors import UnsupportedModelError
 from nanoengine.settings.checks import truncate
+from nanoengine.settings.files import is_gguf
 
 
 def is_decoder(raw: Json) -> bool:
@@ -35,18 +36,30 @@ def complete_text_config(text: Json) -> Json:
         raise UnsupportedModelError(f"text_config is not valid: {truncate(error)}") from error
 
 
+def text_config(model: Path) -> Any:
+    """transformers' config of the text model of a checkpoint, or of a GGUF file."""
+    from transformers import AutoConfig
+
+    if not is_gguf(model):
+        return AutoConfig.from_pretrained(model).get_text_config(decoder=True)
+    from nanoengine.checkpoint.gguf_models import transformers_keys
+    from nanoengine.checkpoint.gguf_tensors import GGUFModel
+
+    return AutoConfig.for_model(**transformers_keys(GGUFModel(model)))
+
+
 def sizes_of(directory: Path) -> dict[str, Any]:
-    """Reads fields of ModelConfig from a checkpoint that transformers can load.
+    """Reads fields of ModelConfig from a checkpoint that transformers can load, or a GGUF file.
 
     Raises:
         UnsupportedModelError: the config says that something besides attention depends on earlier
             tokens, or on the other sequences of a step.
     """
-    from transformers import AutoConfig
-
     try:
-        config = AutoConfig.from_pretrained(directory).get_text_config(decoder=True)
+        config = text_config(directory)
         layers, heads = config.num_hidden_layers, config.num_attention_heads
+    except UnsupportedModelError:
+        raise
     except Exception as error:  # its config classes raise anything
         raise UnsupportedModelError(
             f"{directory} cannot run in transformers' modules: {truncate(error)}"
@@ -58,7 +71,11 @@ def sizes_of(directory: Path) -> dict[str, Any]:
     ropes = getattr(config, "rope_parameters", None) or {}
     every_rope = [rope for rope in (ropes, *ropes.values()) if isinstance(rope, dict)]
     # Why: their angles depend on the longest sequence of a step.
-    other |= {rope.get("rope_type") for rope in every_rope} & {"dynamic", "longrope"}
+    other |= {
+        rope["rope_type"]
+        for rope in every_rope
+        if rope.get("rope_type") == "dynamic" or rope.get("long_factor") != rope.get("short_factor")
+    }
     other |= {"quantization_config"} if getattr(config, "quantization_config", None) else set()
     if other:
         raise UnsupportedModelError(

@@ -63,7 +63,6 @@ class PanelLinear(QuantizedLinear):
     """A quantized weight in panels, with the operands of its kernel."""
 
     is_packed = True
-    _operands: tuple[Any, ...] | None = None  # made at first use, when the tensors no longer move
 
     @property
     def has_kernel(self) -> bool:
@@ -71,7 +70,7 @@ class PanelLinear(QuantizedLinear):
 
     def operands(self, bias: torch.Tensor | None) -> tuple[Any, ...]:
         """The kernel's operands: the weight, and the bias, zeros if there is none."""
-        if self._operands is None or self._bias is not bias:
+        if self._operands is None or self._bias is not bias:  # At first use, tensors move no more.
             padded = self.padded_bias(bias).numpy()
             self._bias, self._operands = bias, (*self.weight_operands(), padded)
         return self._operands

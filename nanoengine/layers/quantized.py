@@ -171,6 +171,7 @@ class QuantizedLinear(LinearMethod):
     """
 
     rotated = staticmethod(quantize_rotated)
+    _operands: tuple[Any, ...] | None = None  # of a kernel, if a subclass has one
 
     def __init__(
         self,
@@ -206,6 +207,10 @@ class QuantizedLinear(LinearMethod):
         if self.bits == 4 and self.stored is None:
             self.bits = int4_bits(self.name, *shape)
         self._parts: dict[int, QuantizedWeight] = {}
+
+    def set_activations(self, activations: Literal["int8", "float"]) -> None:
+        """Changes whether activations are quantized."""
+        self.activations, self._operands = activations, None
 
     def set_weight(self, weight: torch.Tensor) -> None:
         self.tied, (rows, columns) = weight, weight.shape

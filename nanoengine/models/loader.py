@@ -106,7 +106,7 @@ def load_model(
     else:
         named = names.of(slots)
         if config.quantization is not None and config.quantization.format == "gguf":
-            named = _accept_blocks(named, stored)
+            named = accept_blocks(named, stored)
         load_weights(named, stored)
     for module in model.modules():
         if isinstance(module, LinearMethod):
@@ -120,7 +120,7 @@ def load_model(
     return model
 
 
-def _accept_blocks(
+def accept_blocks(
     slots: Mapping[str, WeightSlot], stored: Mapping[str, TensorInfo]
 ) -> dict[str, WeightSlot]:
     """Returns the slots; slots for floats also accept quantized blocks if the file has blocks."""
@@ -131,7 +131,7 @@ def _accept_blocks(
         kind = stored[name].dtype if name in stored else "F32"
         if kind not in FLOATS and not slot.dtypes and not slot.pieces_only:
             slot = as_floats(slot, kind)
-        found[name] = replace(slot, pieces=_accept_blocks(slot.pieces, stored))
+        found[name] = replace(slot, pieces=accept_blocks(slot.pieces, stored))
     return found
 
 

@@ -20,7 +20,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+from transformers import AttentionInterface, AutoModelForCausalLM
+from transformers.initialization import no_init_weights
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.pytorch_utils import Conv1D
 
@@ -28,11 +29,19 @@ from nanoengine.attention.base import AttentionSpec
 from nanoengine.attention.batch import Batch
 from nanoengine.attention.naive import NaiveBackend
 from nanoengine.checkpoint.config import ModelConfig
+from nanoengine.checkpoint.files import stored_tensors
+from nanoengine.checkpoint.gguf import FLOATS
+from nanoengine.checkpoint.gguf_tensors import GGUFModel
+from nanoengine.checkpoint.slots import MatrixPart, WeightSlot
+from nanoengine.checkpoint.transformers_config import text_config
+from nanoengine.checkpoint.weights import load_weights
 from nanoengine.errors import UnsupportedModelError
 from nanoengine.layers.attention import Attention
 from nanoengine.layers.kernels import LinearMethod
 from nanoengine.layers.layer import Layer, ModelContext
+from nanoengine.layers.quantized import QuantizedLinear
 from nanoengine.settings.checks import truncate
+from nanoengine.settings.files import is_gguf
 
 INTERFACE = "nanoengine"
 ROUTERS = ("gate", "router", "classifier", "wg")
@@ -90,6 +99,36 @@ class SwappedLinear(Layer):
         return self.method.apply(x.flatten(0, -2), self.bias).unflatten(0, x.shape[:-1])
 
 
+class SwappedEmbedding(Layer):
+    """An nn.Embedding whose rows a LinearMethod stores."""
+
+    def __init__(self, method: LinearMethod, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.method, self.dtype = method, dtype
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.method.rows(ids.flatten()).to(self.dtype).unflatten(0, ids.shape)
+
+
+def parameter_slot(name: str, tensor: torch.Tensor, offset: float) -> WeightSlot:
+    """The slot of a parameter, from which `offset` is subtracted. A GGUF file has stacks of experts
+    as one matrix per expert."""
+
+    def slot(part: torch.Tensor) -> WeightSlot:
+        return WeightSlot(shape=tuple(part.shape), store=lambda rows: part.copy_(rows - offset))
+
+    prefix, _, last = name.rpartition(".")
+    if not prefix.endswith(".experts"):
+        return slot(tensor)
+    parts = ("gate_proj", "up_proj") if last == "gate_up_proj" else (last,)
+    pieces = {
+        f"{prefix}.{expert}.{part}.weight": slot(rows)
+        for expert, matrix in enumerate(tensor)
+        for part, rows in zip(parts, matrix.chunk(len(parts)), strict=True)
+    }
+    return replace(slot(tensor), pieces=pieces, pieces_only=True)
+
+
 class BodyOutput(BaseModelOutput):
     """Hidden states; every other output of a body is None."""
 
@@ -136,8 +175,12 @@ class TransformersLM(Layer):
         dtype = torch.promote_types(context.stored_dtype, torch.float32)
         options = {"dtype": dtype, "attn_implementation": INTERFACE}
         try:
-            source = AutoConfig.from_pretrained(directory).get_text_config(decoder=True)
-            if dummy:
+            source = text_config(directory)
+            from_file = is_gguf(directory) and not dummy
+            if from_file:
+                with no_init_weights():
+                    self.whole = AutoModelForCausalLM.from_config(source, **options)
+            elif dummy:
                 self.whole = AutoModelForCausalLM.from_config(source, **options)
             else:
                 options |= {"config": source, "key_mapping": TEXT_PART_NAMES}
@@ -145,14 +188,23 @@ class TransformersLM(Layer):
             self.whole.eval().requires_grad_(False).to(context.device)
             for module in self.whole.modules():
                 vars(module)["model_of_step"] = self
+            if from_file:
+                self.load_gguf(directory, context)
             self.whole.set_experts_implementation("eager")  # which supports every size and dtype
-            text_config = self.whole.config.get_text_config(decoder=True)
-            window = getattr(text_config, "sliding_window", None)
+            own_config = self.whole.config.get_text_config(decoder=True)
+            window = getattr(own_config, "sliding_window", None)
             if any(self.windows):  # Why: masks read the window in each forward.
-                text_config.sliding_window = PROBE_WINDOW
+                own_config.sliding_window = PROBE_WINDOW
+            quantized = [m for m in self.whole.modules() if isinstance(m, QuantizedLinear)]
+            kinds = [method.activations for method in quantized]
+            for method in quantized:  # Why: rounding would hide what the probe looks for.
+                method.set_activations("float")
             self.check(*self.probe(context.device))
-            text_config.sliding_window = window
-            self.swap_linears(context)
+            for method, kind in zip(quantized, kinds, strict=True):
+                method.set_activations(kind)
+            own_config.sliding_window = window
+            if not from_file:
+                self.swap_linears(context)
             self.whole.to(context.dtype)
             calls, self.calls, self.past = self.calls, [], {}
             # Fails if a module reads a swapped weight.
@@ -182,6 +234,43 @@ class TransformersLM(Layer):
                 method.finish()
                 bias = None if child.bias is None else child.bias.to(context.dtype)
                 setattr(parent, name, SwappedLinear(method, bias))
+
+    def load_gguf(self, file: Path, context: ModelContext) -> None:
+        """Loads the weights of a GGUF file. Matrices and embeddings that are quantized in the file
+        keep the stored values; other quantized tensors are dequantized."""
+        from nanoengine.models.loader import accept_blocks, tensors_to_run
+
+        self.whole.tie_weights()
+        model, stored = GGUFModel(file), tensors_to_run(self.config, stored_tensors(file))
+        slots: dict[str, WeightSlot] = {}
+        for path, module in list(self.whole.named_modules()):
+            is_linear, name = type(module) is nn.Linear, f"{path}.weight"
+            make = context.kernels.linear if is_linear else context.kernels.embedding
+            swapped = is_linear or (type(module) is nn.Embedding and make is not None)
+            if not swapped or name not in stored or stored[name].dtype in FLOATS:
+                continue
+            method, shape = make(path), tuple(module.weight.shape)
+            method.create(shape, context.stored_dtype, context.device)
+            slots[name] = method.weight_slot(path, MatrixPart(shape))
+            if is_linear:
+                self.whole.set_submodule(path, SwappedLinear(method, module.bias))
+                continue
+            self.whole.set_submodule(path, SwappedEmbedding(method, context.dtype))
+            if self.config.tie_word_embeddings:
+                bias = self.whole.get_output_embeddings().bias
+                self.whole.set_output_embeddings(SwappedLinear(method, bias))
+        differences, parameters = model.differences, dict(self.whole.named_parameters())
+        values = differences.values(model.metadata)
+        for name, tensor in (*self.whole.named_buffers(), *parameters.items()):
+            if name in values:
+                tensor.fill_(values[name])
+            elif name in parameters or name in stored:
+                offset = float(differences.one_plus_weight and name.endswith("norm.weight"))
+                slots[name] = parameter_slot(name, tensor, offset)
+        load_weights(accept_blocks(slots, stored), stored)
+        for module in self.whole.modules():
+            if isinstance(module, LinearMethod):
+                module.finish()
 
     def probe(self, device: torch.device) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Returns the logits of a few tokens with transformers' own attention, and over cached keys
@@ -222,15 +311,15 @@ class TransformersLM(Layer):
             UnsupportedModelError: logits differ, or the calls don't agree with the config.
         """
         config, calls = self.config, self.calls
-        shapes = {(spec.num_heads, spec.num_kv_heads, spec.head_dim) for _, spec in calls}
-        heads = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        shapes = {(spec.num_kv_heads, spec.head_dim) for _, spec in calls}
+        shape = config.num_key_value_heads, config.head_dim
         limit = 1e-4 * float(expected.abs().max())
         split, at_once = (float((logits - expected).abs().mean()) <= limit for logits in found)
         for holds, reason in (
             (len(calls) == config.num_hidden_layers, f"its {config.num_hidden_layers} layers call"
              f" AttentionInterface {len(calls)} times"),
             (len({module for module, _ in calls}) == len(calls), "it runs layers repeatedly"),
-            (shapes == {heads}, f"its attention heads have the shapes {shapes}, not {heads}"),
+            (shapes == {shape}, f"its KV heads have the shapes {shapes}, not {shape}"),
             (at_once, "its attention is not causal, or more than a window, sinks and a soft cap"),
             (split, "a token depends on earlier ones outside of attention"),
         ):  # fmt: skip

@@ -18,7 +18,7 @@ import yaml
 
 from nanoengine.checkpoint import gguf_tensors
 from nanoengine.checkpoint.config import load_model_config
-from nanoengine.checkpoint.families import every_family
+from nanoengine.checkpoint.families import gguf_families
 from nanoengine.checkpoint.find import resolve_model
 from nanoengine.checkpoint.gguf import read_gguf
 from nanoengine.checkpoint.quantization import resolve_quantization
@@ -101,7 +101,7 @@ def test_every_architecture_has_a_case() -> None:
         overrides.get("architecture") or WRITER["architectures"].get(family, family)
         for family, overrides in CASES.values()
     }
-    assert written == {name for family in every_family().values() for name in family.gguf}
+    assert written == {name for family in gguf_families().values() for name in family.gguf}
 
 
 @pytest.mark.parametrize("type", often(TYPES, "Q4_0"))
@@ -132,6 +132,9 @@ QUANTIZED: dict[str, tuple[str | Callable[[str], str], dict[str, Any]]] = {
     **dict.fromkeys(("deepseek_v3", "deepseek_v3 older"), ("Q8_0", ALL_EXPERTS)),
     "gemma4": ("Q8_0", {}),
     "gemma4_moe": ("Q8_0", {"top_k_experts": 6}),
+    "apertus": (partly, {"tie_word_embeddings": True}),
+    "nemotron": ("Q4_0", {}),
+    "laguna": ("Q8_0", {"shared_expert_intermediate_size": 64, "num_experts_per_tok": 8}),
 }
 """Case -> the types of its matrices, and changed config keys."""
 
@@ -252,6 +255,8 @@ WRONG_VALUES = [
         "granite_hybrid",
         "nemotron_h",
         "hy_v3",
+        "laguna",
+        "apertus",
     ],
 )
 def test_wrong_metadata_values_raise_model_errors(

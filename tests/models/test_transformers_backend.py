@@ -20,6 +20,7 @@ from nanoengine.errors import ConfigError, UnsupportedModelError, WeightLoadErro
 from nanoengine.models import transformers_backend
 from tests.support.checkpoints import TRANSFORMERS, make_model
 from tests.support.engines import checkpoint, greedy, make_engine, random_prompts, run, tokens
+from tests.support.gguf_files import make_gguf
 
 PROMPTS = random_prompts(4, (26, 19, 3, 26))
 PROMPTS[3] = PROMPTS[0][:17] + PROMPTS[3][17:]  # two prompts share a prefix
@@ -153,17 +154,25 @@ def test_a_model_that_depends_on_earlier_tokens_outside_attention_is_refused(mon
         lambda spec: replace(spec, softcap=20.0),
     ],
 )
-@pytest.mark.parametrize("family", ["cwm", "starcoder2"])
+@pytest.mark.parametrize("family", ["cwm", "starcoder2", "granite_swa.gguf"])
 def test_attention_that_differs_a_little_is_refused(
-    family: str, change: Callable[[AttentionSpec], AttentionSpec], monkeypatch: Any
+    family: str,
+    change: Callable[[AttentionSpec], AttentionSpec],
+    monkeypatch: Any,
+    tmp_path: Path,
 ) -> None:
     def changed(model: Any, module: Any, spec: AttentionSpec, *qkv: torch.Tensor) -> torch.Tensor:
         return plain(model, module, change(spec), *qkv)
 
     plain = transformers_backend.TransformersLM.attend_probe
     monkeypatch.setattr(transformers_backend.TransformersLM, "attend_probe", changed)
+    path = str(tmp_path / family)
+    if family.endswith(".gguf"):
+        make_gguf(Path(path), family.removesuffix(".gguf"), types=lambda name: "Q8_0")
+    else:
+        path = checkpoint(family)
     with pytest.raises(UnsupportedModelError, match="attention is not causal"):
-        make_engine(checkpoint(family), dtype="float32", num_kv_blocks=4)
+        make_engine(path, dtype="float32", num_kv_blocks=4)
 
 
 def test_a_narrower_head_defines_the_vocabulary() -> None:

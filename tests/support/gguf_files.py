@@ -59,6 +59,7 @@ def make_gguf(
     stored = load_file(directory / "model.safetensors") | (weights or {})
     # The position of each element in the file: the same conversion is applied to positions.
     places, flat = Tensors(), torch.cat([tensor.flatten() for tensor in stored.values()]).float()
+    activations = {name: stored.pop(name) for name in [*stored] if ".act_fn." in name}
     for name, tensor in stored.items():
         first = sum(place.numel() for place in places.values())
         places[name] = torch.arange(first, first + tensor.numel()).view(tensor.shape)
@@ -69,6 +70,9 @@ def make_gguf(
     for key, value in written.items():
         if value is not None:
             write_key(writer, key, value)
+    for name in ("alpha_n", "alpha_p", "beta", "eps") if activations else ():
+        values = [float(t) for key, t in activations.items() if key.endswith(name)]
+        write_key(writer, f"xielu.{name}", values)
     tensors = converted(places, architecture, model.config, joined)
     for name, place in fuse(dict(tensors)) if joined else tensors:
         ours = gguf_name(name, tables, architecture)
@@ -92,7 +96,7 @@ def make_gguf(
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    read = {name: flat[place].clone() for name, place in places.items()}
+    read = {name: flat[place].clone() for name, place in places.items()} | activations
     save_file(read, directory / "model.safetensors", metadata={"format": "pt"})
     return AutoModelForCausalLM.from_pretrained(
         directory, dtype=torch.float32, attn_implementation=model.config._attn_implementation,
@@ -100,7 +104,10 @@ def make_gguf(
     ).eval()  # fmt: skip
 
 
-MORE_TABLES = [gguf.MODEL_ARCH[name] for name in ("PHI3", "DEEPSEEK2", "GEMMA4", "GLM4_MOE")]
+MORE_TABLES = [
+    gguf.MODEL_ARCH[name]
+    for name in ("PHI3", "DEEPSEEK2", "GEMMA4", "GLM4_MOE", "GPT_OSS", "STEP35")
+]
 """Tables with tensors that converters fuse, or that the table of an architecture lacks."""
 KINDS = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
 ROUTER = {"router.scale": "ffn_gate_inp.scale", "router.per_expert_scale": "ffn_down_exps.scale"}
@@ -129,7 +136,10 @@ def factor_of(name: str, config: Any) -> Any:
 def gguf_name(name: str, tables: Sequence[gguf.TensorNameMap], architecture: str) -> str:
     """The name in a GGUF file of a tensor of a checkpoint, by the tables of the converter."""
     name = name.replace("correction_bias", "correction.bias").replace("dt_bias", "dt_proj.bias")
+    name = name.replace("experts.e_score", "gate.e_score")
     layer, _, part = name.removeprefix("model.layers.").partition(".")
+    if ".mlp.shared_expert." in name and architecture == "laguna":
+        name = name.replace("shared_expert", "shared_experts")
     if part in ROUTER:
         return f"blk.{layer}.{ROUTER[part]}"
     if name.endswith((".sinks", ".layer_scalar")):
@@ -172,7 +182,7 @@ def converted(
             yield f"{name}.weight", tensor.mT if architecture == "gpt-oss" else tensor
         elif ends("experts.down_proj_bias"):
             yield f"{where}.experts.down_proj.bias", tensor
-        elif ends("kv_b_proj.weight") and not fused:
+        elif ends("kv_b_proj.weight") and architecture != "minicpm3" and not fused:
             nope_dim = config.qk_nope_head_dim
             heads = tensor.unflatten(0, (config.num_attention_heads, -1))
             yield name.replace("kv_b", "k_b"), heads[:, :nope_dim].mT.contiguous()
@@ -322,6 +332,21 @@ def metadata(config: Any, architecture: str) -> dict[str, Any]:
         found["feed_forward_length"] = [size * (kind in ("moe", "mlp")) for kind in kinds]
         if "moe" not in kinds:
             found = {key: value for key, value in found.items() if "expert" not in key}
+    if architecture == "minicpm3":
+        found["attention.key_length"] = config.qk_nope_head_dim + config.qk_rope_head_dim
+        found["attention.value_length"] = None
+    elif architecture in ("afmoe", "laguna"):
+        found["expert_weights_norm"] = True
+    if architecture == "granite_swa":
+        found["attention.rope_pattern"] = [theta > 0 for theta in config.layer_rope_theta]
+        found["rope.freq_base"] = max(config.layer_rope_theta)
+    elif architecture == "laguna":
+        found["attention.head_count"] = config.num_attention_heads_per_layer
+        found["leading_dense_block_count"] = config.mlp_layer_types.count("dense")
+        found["rope.dimension_count_swa"] = config.head_dim
+    elif architecture == "exaone-moe":
+        shared = config.num_shared_experts * config.moe_intermediate_size
+        found["expert_shared_feed_forward_length"] = shared
     if architecture == "deepseek2":
         found |= mla_keys(config, given)
     elif architecture == "gemma4":

@@ -25,6 +25,14 @@ def every_family() -> Mapping[str, Family]:
     }  # fmt: skip
 
 
+def gguf_families() -> Mapping[str, Family]:
+    """Returns the families whose GGUF files are read: all, and those of `gguf_only`, which
+    transformers' modules compute."""
+    from nanoengine.checkpoint.families import gguf_only
+
+    return gguf_only.FAMILIES | every_family()
+
+
 ALIASES = {
     "IQuestCoderForCausalLM": "LlamaForCausalLM",
     "InternLM3ForCausalLM": "LlamaForCausalLM",

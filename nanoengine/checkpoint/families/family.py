@@ -90,6 +90,8 @@ class GGUFFiles:
         full_every: every n-th layer has full attention, the others have the sliding window of the
             file; 0: the family determines it.
         ignored_keys: metadata keys that do not affect text.
+        values: parameters of the model that are metadata: full name -> value.
+        one_plus_weight: norms are stored as 1 + weight, for transformers' modules.
         tiled: see `LinearAttentionConfig.tiled`.
     """
 
@@ -100,6 +102,8 @@ class GGUFFiles:
     interleaved: bool = False
     full_every: int = 0
     ignored_keys: tuple[str, ...] = ()
+    values: Callable[[Metadata], Mapping[str, float]] = lambda metadata: {}
+    one_plus_weight: bool = False
     tiled: bool = False
 
 
