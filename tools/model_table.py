@@ -38,6 +38,24 @@ EQUAL, BY_TRANSFORMERS = "equal", "equal, by transformers' modules"
 MAX_PARAMETERS = 30_000_000
 NOT_RUN = "not tested: the tiny checkpoint "
 BEGIN, END = "<!-- table: python tools/model_table.py -->", "<!-- end of the table -->"
+SMALL = {
+    **dict.fromkeys(("n_routed_experts", "num_local_experts", "num_experts"), 8),
+    **dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "moe_topk"), 2),
+    **dict.fromkeys(("n_group", "topk_group"), 1),
+    "zero_expert_num": 2,
+    "index_n_heads": 4,
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 32),
+    **dict.fromkeys(("intermediate_size_mlp", "ffn_hidden_size", "expert_ffn_hidden_size"), 32),
+    **dict.fromkeys(("kv_lora_rank", "q_lora_rank", "index_head_dim", "index_topk"), 32),
+    **dict.fromkeys(("qk_nope_head_dim", "v_head_dim", "linear_head_dim", "swa_head_dim"), 16),
+    "qk_rope_head_dim": 8,
+    "linear_num_heads": 4,
+    "swa_num_attention_heads": 4,
+    "swa_num_key_value_heads": 2,
+    "num_layers": 2,
+    "sliding_window": 16,
+}
+"""Sizes of a type whose config class has this key, and which the tests have no family of."""
 KNOWN = {
     getattr(transformers, kind).model_type: name for name, (kind, _) in checkpoints.EVERY.items()
 }
@@ -52,7 +70,8 @@ def tried(model_type: str, architecture: str) -> str:
         if name == model_type:
             config = transformers.AutoConfig.for_model(model_type)
             fields = {"pad_token_id": 0}
-            if not hasattr(config, "num_key_value_heads"):
+            fields |= {key: value for key, value in SMALL.items() if config.to_dict().get(key)}
+            if not hasattr(config, "num_key_value_heads") or "kv_lora_rank" in fields:
                 fields["num_key_value_heads"] = checkpoints.COMMON["num_attention_heads"]
             checkpoints.EVERY.setdefault(name, (type(config).__name__, fields))
         raw = checkpoints.make_config(name).to_dict()
