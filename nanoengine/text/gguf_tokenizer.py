@@ -108,17 +108,29 @@ DEEPSEEK = (
     r"\p{N}",
 )
 # Why not the published expression: from each digit it looks ahead over all further digits.
-DIGITS_FROM_RIGHT = r"(?<!\d)\d{1,3}(?=(?>\d{3})*\b)|\G(?<=\d)\d{3}"
+DIGITS_FROM_RIGHT = r"(?<!\d)\d{1,3}(?=(?>\d{3})*%s)|\G(?<=\d)\d{3}"
+AFMOE = (
+    DIGITS_FROM_RIGHT % r"(?!\d)",
+    r"[\u4e00-\u9fff\u3040-\u30ff\u3400-\u4dbf\uf900-\ufaff\uff65-\uff9f\u2f00-\u2fdf]+"
+    r"|[\u0e00-\u0e7f]+|[\u0e80-\u0eff]+|[\u1780-\u17ff]+"
+    r"|[\u1000-\u109f\uaa60-\uaa7f\ua9e0-\ua9ff]+|[\uac00-\ud7af\u1100-\u11ff]+",
+    DEEPSEEK3[-1],
+)
 KIMI = r"\p{Han}+|" + GPT4O.replace(r"\p{M}]", r"\p{M}&&[^\p{Han}]]").replace(r"[\r\n/]", r"[\r\n]")
+EXAONE = QWEN2.replace(r"]?\p{L}+", r"]?(?:\p{L}\p{M}*(?: \p{L}\p{M}*)*)+").replace(
+    r"[\r\n]*|\s*[\r\n]+", r"[\r\n/]?|\s*[\r\n]"
+)
+JAIS = LLAMA3.removesuffix(r"\s+(?!\S)|\s+")
+JAIS += "".join(rf"\s{{{1 << i}}}(?!\S)|" for i in range(9, 1, -1)) + r"\s{1,2}(?!\S)|\s"
 VIKING = (r" ?[^(\s|.,!?\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c)]+", r"\p{N}")
 DEFAULT = (r"[\p{P}\$\+<=>\^~\|]+", GPT2, r"\p{N}+", "[0-9][0-9][0-9]")
 
 PRE_TOKENIZERS = {
     name: settings
     for names, settings in (
-        ("gpt-2 phi-2 exaone4 trillion granite-docling gigachat a.x-4.0", ByteBPE([GPT2])),
+        ("gpt-2 phi-2 exaone4 trillion granite-docling mellum gigachat a.x-4.0", ByteBPE([GPT2])),
         ("mpt olmo", ByteBPE([GPT2], nfc=True)),
-        ("smollm starcoder refact codeshell exaone minerva-7b", ByteBPE(DIGITS)),
+        ("smollm starcoder refact codeshell exaone minerva-7b mellum2", ByteBPE(DIGITS)),
         ("command-r", ByteBPE(DIGITS, nfc=True)),
         ("viking", ByteBPE(VIKING)),
         ("qwen2 stablelm2", ByteBPE([QWEN2], nfc=True)),
@@ -132,12 +144,16 @@ PRE_TOKENIZERS = {
         ("minicpm5", ByteBPE([UP_TO_3_DIGITS, LLAMA3], ignore_merges=True)),
         ("tekken", ByteBPE([TEKKEN], ignore_merges=True, bos=True)),
         ("gpt-4o llama4 minimax-m2 kanana2", ByteBPE([GPT4O])),
-        ("tiny_aya", ByteBPE([DIGITS_FROM_RIGHT, GPT4O], nfc=True)),
+        ("tiny_aya", ByteBPE([DIGITS_FROM_RIGHT % r"\b", GPT4O], nfc=True)),
         ("kimi-k2", ByteBPE([KIMI], ignore_merges=True)),
         ("deepseek-llm", ByteBPE(DEEPSEEK)),
         ("deepseek-coder", ByteBPE(CODER)),
         ("deepseek-v3 hunyuan-dense joyai-llm", ByteBPE(DEEPSEEK3)),
         ("seed-coder", ByteBPE([SEED])),
+        ("exaone-moe", ByteBPE([EXAONE])),
+        ("afmoe", ByteBPE(AFMOE)),
+        ("jais-2", ByteBPE([JAIS])),
+        ("laguna", ByteBPE([r"[^\n]+|\n+", QWEN2])),
         ("default", ByteBPE(DEFAULT)),
     )
     for name in names.split()

@@ -197,6 +197,10 @@ WORDS_OF_SCRIPTS = {
     "minicpm5": "aB|'s| c| d|  |123|456|7|\u00a0你好かなไทยaລາວb한국ㄅc|。a|/\n\n| x|     | y",
     "tiny_aya": "a|B's| c| d|  |1|234|567|\u00a0你好かなไทยaລາວb한국ㄅc|。a|/\n\n| x|     | y",
     "kimi-k2": "a|B's| c| d| | |123|456|7|\u00a0|你好|かなไทยaລາວb한국ㄅc|。a|/\n\n| x|     | y",
+    "exaone-moe": "aB|'s| c d| | |1|2|3|4|5|6|7|\u00a0你好かなไทยaລາວb한국ㄅc|。a|/"
+    "\n|\n| x|     | y",
+    "afmoe": "aB|'s| c| d|  |1|234|567|\u00a0|你好かな|ไทย|a|ລາວ|b|한국|ㄅc|。|a|/\n\n| x|     | y",
+    "laguna": "aB|'s| c| d| | |1|2|3|4|5|6|7|\u00a0你好かなไทยaລາວb한국ㄅc|。a|/|\n\n| x|     | y",
     "deepseek-llm": "aB|'|s| c| d|  |1|2|3|4|5|6|7|\u00a0|你好かなไทย|a|ລາວ|b|한국ㄅ|c|。|a|/|\n"
     "|\n| x|     | y",
 }  # fmt: skip
@@ -215,17 +219,33 @@ def split(text: str, *expressions: str) -> list[str]:
     return [word for word, _ in pre_tokenizers.Sequence(splits).pre_tokenize_str(text)]
 
 
-def test_digits_are_grouped_from_the_right_as_by_the_published_expression() -> None:
-    pre, published = "tiny_aya", r"\d{1,3}(?=(?:\d{3})*\b)"
+@pytest.mark.parametrize(
+    ("pre", "published"),
+    [
+        (
+            "afmoe",
+            [
+                r"\p{Nd}{1,510}(?=(?>\p{Nd}{510})*(?:\P{Nd}|$))|\G\p{Nd}{510}",
+                r"\A\p{Nd}{1,2}(?=\p{Nd}{3}+\z)",
+                r"\A\p{Nd}{3}|\G\p{Nd}{3}",
+            ],
+        ),
+        ("tiny_aya", [r"\d{1,3}(?=(?:\d{3})*\b)"]),
+    ],
+)
+def test_digits_are_grouped_from_the_right_as_by_the_published_expressions(
+    pre: str, published: list[str]
+) -> None:
     draw = Random(0)
     parts = ["1", "23", "4567", "٣", "½", "a", "_", " ", ".", "你", "\n", "8" * 511]
     for _ in range(500):
         text = "".join(draw.choices(parts, k=draw.randint(1, 12)))
-        assert split(text, PRE_TOKENIZERS[pre].splits[0]) == split(text, published), text
+        assert split(text, PRE_TOKENIZERS[pre].splits[0]) == split(text, *published), text
 
 
 def test_grouping_digits_from_the_right_takes_linear_time() -> None:
-    assert len(split("1" * 300_000, PRE_TOKENIZERS["tiny_aya"].splits[0])) == 100_000
+    for pre in ("afmoe", "tiny_aya"):
+        assert len(split("1" * 300_000, PRE_TOKENIZERS[pre].splits[0])) == 100_000
 
 
 def test_letters_of_deepseek_equal_the_letters_in_its_tokenizer_json() -> None:
