@@ -32,13 +32,15 @@ from nanoengine.checkpoint.config import ModelConfig
 from nanoengine.checkpoint.files import stored_tensors
 from nanoengine.checkpoint.gguf import FLOATS
 from nanoengine.checkpoint.gguf_tensors import GGUFModel
+from nanoengine.checkpoint.layer_config import MoEConfig
 from nanoengine.checkpoint.slots import MatrixPart, WeightSlot
 from nanoengine.checkpoint.transformers_config import text_config
 from nanoengine.checkpoint.weights import load_weights
-from nanoengine.errors import UnsupportedModelError
+from nanoengine.errors import UnsupportedModelError, WeightLoadError
 from nanoengine.layers.attention import Attention
-from nanoengine.layers.kernels import LinearMethod
+from nanoengine.layers.kernels import GATES, LinearMethod
 from nanoengine.layers.layer import Layer, ModelContext
+from nanoengine.layers.moe import Experts
 from nanoengine.layers.quantized import QuantizedLinear
 from nanoengine.settings.checks import truncate
 from nanoengine.settings.files import is_gguf
@@ -110,6 +112,38 @@ class SwappedEmbedding(Layer):
         return self.method.rows(ids.flatten()).to(self.dtype).unflatten(0, ids.shape)
 
 
+class SwappedExperts(Layer):
+    """A stack of experts of transformers, whose matrices are LinearMethods."""
+
+    def __init__(
+        self, path: str, module: nn.Module, activation: str, context: ModelContext
+    ) -> None:
+        super().__init__()
+        count, hidden, inner = module.down_proj.shape
+        moe = MoEConfig(
+            num_experts=count, num_experts_per_tok=1, intermediate_size=inner, layers=()
+        )
+        self.experts = Experts(path, hidden, moe, activation, context=context)
+
+    def forward(
+        self, hidden: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        return self.experts(hidden, weights, experts)
+
+
+def gate_of(module: nn.Module) -> str | None:
+    """The gate of a stack of experts, a key of `GATES`. None: it is not such a stack, or its
+    computation has no counterpart here."""
+    layout = ("has_gate", True), ("is_concatenated", True), ("is_transposed", False)
+    layout += ("has_bias", False), ("has_post_expert_norm", False)
+    if any(getattr(module, name, None) is not value for name, value in layout):
+        return None
+    x = torch.linspace(-9, 9, 64)
+    gated = module._apply_gate(x)
+    equal = (k for k, gate in GATES.items() if torch.allclose(gate(*x.clone().chunk(2)), gated))
+    return next(equal, None)
+
+
 def parameter_slot(name: str, tensor: torch.Tensor, offset: float) -> WeightSlot:
     """The slot of a parameter, from which `offset` is subtracted. A GGUF file has stacks of experts
     as one matrix per expert."""
@@ -117,12 +151,12 @@ def parameter_slot(name: str, tensor: torch.Tensor, offset: float) -> WeightSlot
     def slot(part: torch.Tensor) -> WeightSlot:
         return WeightSlot(shape=tuple(part.shape), store=lambda rows: part.copy_(rows - offset))
 
-    prefix, _, last = name.rpartition(".")
-    if not prefix.endswith(".experts"):
+    path, _, last = name.rpartition(".")
+    if not path.endswith(".experts"):
         return slot(tensor)
     parts = ("gate_proj", "up_proj") if last == "gate_up_proj" else (last,)
     pieces = {
-        f"{prefix}.{expert}.{part}.weight": slot(rows)
+        f"{path}.{expert}.{part}.weight": slot(rows)
         for expert, matrix in enumerate(tensor)
         for part, rows in zip(parts, matrix.chunk(len(parts)), strict=True)
     }
@@ -203,12 +237,13 @@ class TransformersLM(Layer):
             for method, kind in zip(quantized, kinds, strict=True):
                 method.set_activations(kind)
             own_config.sliding_window = window
-            if not from_file:
-                self.swap_linears(context)
+            self.swap_linears(context)
             self.whole.to(context.dtype)
             calls, self.calls, self.past = self.calls, [], {}
             # Fails if a module reads a swapped weight.
             self.logits(self.body(*torch.zeros(2, 1, dtype=torch.long, device=context.device)))
+        except WeightLoadError:
+            raise
         except Exception as error:  # transformers' modules raise anything
             raise UnsupportedModelError(
                 f"{config.architecture} cannot run in transformers' modules: {truncate(error)}"
@@ -222,7 +257,15 @@ class TransformersLM(Layer):
         self.calls, self.past = [], {}
 
     def swap_linears(self, context: ModelContext) -> None:
-        """Replaces the body's linear layers by this engine's. The head stays: it may be tied."""
+        """Replaces the body's linear layers and experts by this engine's. The head stays: it may be
+        tied."""
+        for path, module in list(self.whole.base_model.named_modules()):
+            if (activation := gate_of(module)) is None:
+                continue
+            swapped = SwappedExperts(path, module, activation, context)
+            for name, slot in swapped.experts.weight_slots(path).items():
+                slot.store(getattr(module, name.rpartition(".")[2]).detach())
+            self.whole.base_model.set_submodule(path, swapped)
         for path, parent in list(self.whole.base_model.named_modules()):
             for name, child in list(parent.named_children()):
                 if type(child) not in (nn.Linear, Conv1D) or name.endswith(ROUTERS):
@@ -231,9 +274,15 @@ class TransformersLM(Layer):
                 method = context.kernels.linear(f"{path}.{name}")
                 method.create(tuple(weight.shape), context.stored_dtype, context.device)
                 method.load(weight.detach().contiguous())
-                method.finish()
                 bias = None if child.bias is None else child.bias.to(context.dtype)
                 setattr(parent, name, SwappedLinear(method, bias))
+        self.finish()
+
+    def finish(self) -> None:
+        """Lets methods repack the loaded weights."""
+        for module in self.whole.modules():
+            if isinstance(module, LinearMethod):
+                module.finish()
 
     def load_gguf(self, file: Path, context: ModelContext) -> None:
         """Loads the weights of a GGUF file. Matrices and embeddings that are quantized in the file
@@ -242,35 +291,38 @@ class TransformersLM(Layer):
 
         self.whole.tie_weights()
         model, stored = GGUFModel(file), tensors_to_run(self.config, stored_tensors(file))
+        quantized = {name for name, tensor in stored.items() if tensor.dtype not in FLOATS}
+        names = {name for name, _ in self.whole.named_parameters()} | stored.keys()
         slots: dict[str, WeightSlot] = {}
         for path, module in list(self.whole.named_modules()):
-            is_linear, name = type(module) is nn.Linear, f"{path}.weight"
-            make = context.kernels.linear if is_linear else context.kernels.embedding
-            swapped = is_linear or (type(module) is nn.Embedding and make is not None)
-            if not swapped or name not in stored or stored[name].dtype in FLOATS:
+            if f"{path}.0.down_proj.weight" in quantized and (activation := gate_of(module)):
+                experts = SwappedExperts(path, module, activation, context)
+                slots |= experts.experts.weight_slots(path)
+                self.whole.set_submodule(path, experts)
+            make = {
+                nn.Linear: context.kernels.linear, nn.Embedding: context.kernels.embedding
+            }.get(type(module))  # fmt: skip
+            if f"{path}.weight" not in quantized or make is None:
                 continue
             method, shape = make(path), tuple(module.weight.shape)
             method.create(shape, context.stored_dtype, context.device)
-            slots[name] = method.weight_slot(path, MatrixPart(shape))
-            if is_linear:
+            slots[f"{path}.weight"] = method.weight_slot(path, MatrixPart(shape))
+            if type(module) is nn.Linear:
                 self.whole.set_submodule(path, SwappedLinear(method, module.bias))
                 continue
             self.whole.set_submodule(path, SwappedEmbedding(method, context.dtype))
             if self.config.tie_word_embeddings:
                 bias = self.whole.get_output_embeddings().bias
                 self.whole.set_output_embeddings(SwappedLinear(method, bias))
-        differences, parameters = model.differences, dict(self.whole.named_parameters())
-        values = differences.values(model.metadata)
-        for name, tensor in (*self.whole.named_buffers(), *parameters.items()):
+        differences, values = model.differences, model.differences.values(model.metadata)
+        for name, tensor in (*self.whole.named_buffers(), *self.whole.named_parameters()):
             if name in values:
                 tensor.fill_(values[name])
-            elif name in parameters or name in stored:
+            elif name in names:
                 offset = float(differences.one_plus_weight and name.endswith("norm.weight"))
                 slots[name] = parameter_slot(name, tensor, offset)
         load_weights(accept_blocks(slots, stored), stored)
-        for module in self.whole.modules():
-            if isinstance(module, LinearMethod):
-                module.finish()
+        self.finish()
 
     def probe(self, device: torch.device) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Returns the logits of a few tokens with transformers' own attention, and over cached keys
