@@ -65,7 +65,7 @@ class ModelConfig:
     Attributes:
         architecture: the entry of `every_family` that describes the model.
         max_position_embeddings: longest context [tokens], including an extension by YaRN.
-        rms_norm_eps: epsilon of all norms, also of LayerNorm.
+        rms_norm_eps: epsilon of all norms.
         plan: what the layers compute.
         ropes: RoPE parameters per layer; None: the layer has no RoPE.
         sliding_windows: per layer None, or w: a token attends to itself and the w - 1 tokens before
@@ -253,7 +253,7 @@ def parse_model_config(
         sliding_windows=windows,
         states=states,
         moe=family.moe(keys) if family.moe else None,
-        tensor_names=family.names(keys) if callable(family.names) else family.names,
+        tensor_names=family.names,
         ignored_tensors="|".join(ignored_tensors) or _mtp_tensors(keys),
         dtype=_dtype(keys),
         quantization=_quantization(keys, family, layer, is_part=is_part, tied=tied),

@@ -91,9 +91,6 @@ PREFIXES = {
     "model.language_model.": "lm_head.",
     "model.text_model.": "lm_head.",
     "backbone.": "lm_head.",
-    "transformer.": "lm_head.",
-    "gpt_neox.": "embed_out.",
-    "model.decoder.": "lm_head.",
     "language_model.model.": "language_model.lm_head.",
 }
 """Prefix in a checkpoint for our "model." -> its prefix for our "lm_head."."""

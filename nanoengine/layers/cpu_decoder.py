@@ -160,10 +160,9 @@ class FusedLayers:
 
     @staticmethod
     def supports(parts: LayerParts) -> bool:
-        """Whether a kernel supports each part: packed weights on one rank, plain norms."""
+        """Whether a kernel supports each part: packed weights on one rank."""
         return (
             isinstance(parts.backend, CPUBackend)
-            and all(isinstance(norm, RMSNorm) for norm in parts.norms)
             and all(linear.shard.world_size == 1 for linear in parts.linears)
             and all(linear.method.has_kernel for linear in parts.linears)
         )

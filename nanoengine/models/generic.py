@@ -1,9 +1,9 @@
 """Replacements for the parts of `decoder.py`, selected by `LayerConfig`, for other families.
 
     GenericLM         scaled or soft-capped logits
-    GenericDecoder    scaled embeddings, learned positions, several RoPE configurations
-    GenericLayer      pre-norms, post-norms, sandwich norms, or parallel attention and MLP; MLPs
-                      without a gate; recurrent layers instead of attention
+    GenericDecoder    scaled embeddings, several RoPE configurations
+    GenericLayer      pre-norms, post-norms or sandwich norms; MLPs without a gate; recurrent layers
+                      instead of attention
     GenericAttention  other weight layouts, multipliers, soft caps, sinks, other QK norms
     UnfusedAttention  output gates, and everything else that no backend supports
 
@@ -15,13 +15,11 @@ Legend: T tokens, L tokens with logits, H / K query / KV heads of this rank, D h
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from nanoengine.attention.base import AttentionSpec, Rotation, rotate
@@ -33,11 +31,11 @@ from nanoengine.checkpoint.slots import WeightSlot
 from nanoengine.errors import ConfigError
 from nanoengine.layers import layouts
 from nanoengine.layers.embedding import Embedding, OutputHead
-from nanoengine.layers.kernels import Masks
+from nanoengine.layers.kernels import Masks, relu2
 from nanoengine.layers.layer import Layer, ModelContext
 from nanoengine.layers.linear import MergedLinear, QKVLinear, RowParallelLinear
 from nanoengine.layers.norm import RMSNorm
-from nanoengine.layers.norms import AllHeadsNorm, LayerNorm, ReorderedHeadNorm, make_norm
+from nanoengine.layers.norms import AllHeadsNorm, ReorderedHeadNorm, make_norm
 from nanoengine.layers.rotary import RotaryEmbedding
 from nanoengine.models.decoder import (
     CausalLM,
@@ -48,8 +46,6 @@ from nanoengine.models.decoder import (
     SelfAttention,
     select_rows,
 )
-
-Norm = RMSNorm | LayerNorm | None
 
 
 class GenericLM(CausalLM):
@@ -187,20 +183,16 @@ class GenericLayer(DecoderLayer):
         setattr(self, mixer.name, mixer)  # named as in checkpoints
         self.mixer, self.mlp = mixer, make_mlp(f"{path}.mlp", index, config, context)
         norms, self.scale = config.plan.norms, config.plan.residual_multiplier
-        self.is_parallel = norms in ("parallel", "parallel each")
-        has_pre_norm, has_post_norm = norms != "post", norms in ("post", "sandwich")
 
-        def norm(is_present: bool) -> Norm:
-            return make_norm(config, context) if is_present else None
+        def norm(without: str) -> RMSNorm | None:
+            return make_norm(config, context) if norms != without else None
 
-        self.input_layernorm = norm(has_pre_norm)
-        self.attention_output_norm = norm(has_post_norm)
-        self.post_attention_layernorm = norm(has_pre_norm and norms != "parallel")
-        self.mlp_output_norm = norm(has_post_norm)
+        self.input_layernorm, self.post_attention_layernorm = norm("post"), norm("post")
+        self.attention_output_norm, self.mlp_output_norm = norm("pre"), norm("pre")
 
     @property
     def needs_torch(self) -> bool:
-        return self.is_parallel or getattr(self.mixer, "needs_torch", True)
+        return getattr(self.mixer, "needs_torch", True)
 
     def forward(
         self,
@@ -213,10 +205,6 @@ class GenericLayer(DecoderLayer):
         x, residual = add_and_norm(self.input_layernorm, x, residual)
         attended = self.mixer(x, rotations[self.rotation], batch, rows)
         residual = select_rows(residual, rows)
-        if self.is_parallel:
-            x, mlp_norm = select_rows(x, rows), self.post_attention_layernorm
-            x = x if mlp_norm is None else mlp_norm(residual, None)[0]
-            return self._norm_and_scale(None, attended + self.mlp(x)), residual
         attended = self._norm_and_scale(self.attention_output_norm, attended)
         x, residual = add_and_norm(self.post_attention_layernorm, attended, residual)
         return self.mlp_branch(x), residual
@@ -225,14 +213,14 @@ class GenericLayer(DecoderLayer):
         """Applies MLP, post-norm and residual multiplier to x, the output of the pre-norm."""
         return self._norm_and_scale(self.mlp_output_norm, self.mlp(x))
 
-    def _norm_and_scale(self, norm: Norm, x: torch.Tensor) -> torch.Tensor:
+    def _norm_and_scale(self, norm: RMSNorm | None, x: torch.Tensor) -> torch.Tensor:
         """Applies the post-norm, if there is one, and the residual multiplier."""
         x = x if norm is None else norm(x, None)[0]
         return x if self.scale == 1 else x * self.scale
 
 
 def add_and_norm(
-    norm: Norm, x: torch.Tensor, residual: torch.Tensor | None
+    norm: RMSNorm | None, x: torch.Tensor, residual: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns (norm(x + residual), x + residual).
 
@@ -271,14 +259,12 @@ def make_mlp(path: str, index: int, config: ModelConfig, context: ModelContext) 
     """Makes the MLP of layer `index`, whose full name is `path`: [T, hidden_size] -> the same."""
     plan = config.plan
     gated = PackedGatedMLP if plan.fused_gate_up else ScaledGatedMLP if plan.falcon_h1 else GatedMLP
+    kind = PlainMLP if plan.hidden_act == "relu2" else gated
     if config.moe is not None and index in config.moe.layers:
         from nanoengine.models.moe import SparseMLP
 
-        if not config.moe.gated:
-            activation = ACTIVATIONS[plan.hidden_act]
-            return SparseMLP(path, config, context, PlainMLP, activation)
-        return SparseMLP(path, config, context, gated)
-    return (gated if plan.gated_mlp else PlainMLP)(path, config.intermediate_size, config, context)
+        return SparseMLP(path, config, context, kind)
+    return kind(path, config.intermediate_size, config, context)
 
 
 class PackedGatedMLP(GatedMLP):
@@ -301,31 +287,21 @@ class ScaledGatedMLP(GatedMLP):
         return self.down_proj(self.kernels.gate(gate_up, self.activation)) * self.multipliers[1]
 
 
-ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "gelu": F.gelu,
-    "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "relu2": lambda x: F.relu(x).square_(),
-}
-"""`hidden_act` of a config -> the activation of an MLP without a gate, in plain torch on every
-device."""
-
-
 class PlainMLP(Layer):
-    """down(act(up(x))): an MLP without a gate; `size` is the intermediate size."""
+    """down(relu(up(x)) ** 2): an MLP without a gate; `size` is the intermediate size."""
 
     def __init__(self, path: str, size: int, config: ModelConfig, context: ModelContext) -> None:
         super().__init__()
-        plan, hidden = config.plan, config.hidden_size
-        self.act_fn = ACTIVATIONS[plan.hidden_act]
+        bias, hidden = config.plan.mlp_bias, config.hidden_size
         self.up_proj = MergedLinear(
-            f"{path}.up_proj", hidden, {"up_proj": size}, bias=plan.mlp_bias, context=context
+            f"{path}.up_proj", hidden, {"up_proj": size}, bias=bias, context=context
         )
         self.down_proj = RowParallelLinear(
-            f"{path}.down_proj", size, hidden, bias=plan.mlp_bias, context=context
+            f"{path}.down_proj", size, hidden, bias=bias, context=context
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(self.act_fn(self.up_proj(x)))
+        return self.down_proj(relu2(self.up_proj(x)))
 
 
 class GenericAttention(SelfAttention):
@@ -339,7 +315,8 @@ class GenericAttention(SelfAttention):
     name, needs_torch = "self_attn", False
 
     def make_qkv(self, path: str, config: ModelConfig, context: ModelContext) -> QKVLinear:
-        return layouts.QKV_LAYOUTS[config.plan.fused_qkv](path, config, context)
+        kind = layouts.FusedTensorQKV if config.plan.fused_qkv else layouts.ReorderedQKV
+        return kind(path, config, context)
 
     def make_spec(self, index: int, config: ModelConfig, context: ModelContext) -> AttentionSpec:
         plan, plain = config.plan, super().make_spec(index, config, context)

@@ -183,7 +183,6 @@ def test_selecting_rows_in_the_last_layer_changes_no_output(family: str, monkeyp
     ("family", "options"),
     [
         ("hunyuan", {}),  # QK norm after RoPE
-        ("cohere2", {}),  # LayerNorm; parallel attention and MLP
         ("gemma4_moe", {}),  # experts in parallel with an MLP
         ("llama", {"dtype": "float64"}),  # linear-layer kernels support float32 only
         ("llama", {"attention_backend": "naive"}),

@@ -38,11 +38,6 @@ def from_keys(*names: str) -> dict[str, Reader[Any]]:
     return {name: key(name) for name in names}
 
 
-def biases(name: str) -> dict[str, Reader[Any]]:
-    """Readers of the bias fields, which all have the value of this key."""
-    return dict.fromkeys(("qkv_bias", "output_bias", "mlp_bias"), key(name))
-
-
 def size(*names: str) -> Reader[int]:
     """Returns a reader of a required size: the first of these keys that is present."""
 
@@ -199,10 +194,6 @@ def always(keys: ConfigReader, slides: Sequence[bool]) -> Sequence[float]:
     return [True] * len(slides)
 
 
-def only_with_window(keys: ConfigReader, slides: Sequence[bool]) -> Sequence[float]:
-    return slides
-
-
 def exaone_rope(keys: ConfigReader, slides: Sequence[bool]) -> Sequence[float]:
     """EXAONE 4: in models with windows, layers with full attention have no RoPE."""
     return slides if keys.get("sliding_window") is not None else always(keys, slides)
@@ -253,8 +244,7 @@ class Family:
         defaults: values of absent keys, if neither transformers' config class (`defaults.json`) nor
             `SCHEMA` has them.
         rope_extra: further keys of `rope_parameters` -> whether they affect text.
-        names: parts of our tensor names -> their names in checkpoints; or a reader of this
-            mapping.
+        names: parts of our tensor names -> their names in checkpoints.
         ignored_tensors: regular expression of prefixes of tensors that are not loaded, such as MTP
             layers.
         intermediate_size: reads the intermediate size of the MLP.
@@ -273,7 +263,7 @@ class Family:
     partial_rotary: bool = False
     defaults: Json = field(default_factory=dict)
     rope_extra: Mapping[str, bool] = field(default_factory=dict)
-    names: Mapping[str, str] | Reader[Mapping[str, str]] = field(default_factory=dict)
+    names: Mapping[str, str] = field(default_factory=dict)
     ignored_tensors: str = ""
     intermediate_size: Reader[int] = INTERMEDIATE_SIZE
     norm_eps: str = "rms_norm_eps"

@@ -404,13 +404,13 @@ FAMILIES: dict[str, Family] = {
                 "mlp_hidden_act": ("relu2",), "mamba_hidden_act": ("silu",),
                 "residual_in_fp32": (False,), "n_shared_experts": (1,),
             },
-            layers_block_type=nemotron_blocks, norm="fp32_weight", gated_mlp=False,
-            hidden_act="relu2", **family.from_keys("mlp_bias"),
+            layers_block_type=nemotron_blocks, norm="fp32_weight", hidden_act="relu2",
+            **family.from_keys("mlp_bias"),
         ),
         states=nemotron_h_config, rope_layers=family.nowhere,
         moe=moe.if_any(nemotron_experts, moe.experts(**{
             **moe.DEEPSEEK_KEYS, "shared_size": size("moe_shared_expert_intermediate_size"),
-            "layers": nemotron_experts, "gated": False,
+            "layers": nemotron_experts,
         })),
         names=NEMOTRON_NAMES, ignored_tensors=moe.MTP_TENSORS, norm_eps="layer_norm_epsilon",
         # Why ignored: files without experts may have their keys.
