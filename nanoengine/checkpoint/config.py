@@ -228,10 +228,7 @@ def parse_model_config(
         ropes: Ropes = tuple(sliding if slide else full for slide in slides)
     else:
         rope = read_rope(keys, extra=family.rope_extra, partial=family.partial_rotary)
-        ropes = tuple(
-            replace(rope, theta=float(base)) if base > 1 else rope if base else None
-            for base in family.rope_layers(keys, slides)
-        )
+        ropes = tuple(rope if used else None for used in family.rope_layers(keys, slides))
     headless = not is_part and architecture not in (raw.get("architectures") or [architecture])
     # Why tied if headless: then no head is allocated.
     tied = keys.get("tie_word_embeddings") or headless

@@ -30,12 +30,11 @@ from nanoengine.layers.rotary import RotaryEmbedding, cos_and_sin
 
 
 class PartialRotary(RotaryEmbedding):
-    """RoPE on the first `plan.rotary_dim` dimensions of a head; for MLA the table has only
-    these."""
+    """RoPE on the first `plan.rotary_dim` dimensions of a head, all if None; for MLA the table has
+    only these."""
 
     def make_table(self, rope: RopeConfig, config: ModelConfig, num_positions: int) -> Rotation:
-        size, plan = config.plan.rotary_dim, config.plan
-        assert size is not None
+        plan, size = config.plan, config.plan.rotary_dim or config.head_dim
         cos, sin = cos_and_sin(rope, size, num_positions)
         padding = (0, 0 if plan.mla else (config.head_dim - size) // 2)
         return F.pad(cos, padding, value=1.0), F.pad(sin, padding)

@@ -4,8 +4,8 @@
     GenericDecoder    scaled embeddings, several RoPE configurations
     GenericLayer      pre-norms, post-norms or sandwich norms; MLPs without a gate; recurrent layers
                       instead of attention
-    GenericAttention  other weight layouts, multipliers, soft caps, sinks, other QK norms
-    UnfusedAttention  output gates, and everything else that no backend supports
+    GenericAttention  other weight layouts, multipliers, soft caps, sinks, other QK norms; output
+                      gates, and everything else that no backend supports
 
 `loader.py` uses them if a config needs any of them. Experts (`moe.py`) and recurrent layers
 (`linear_attention.py`) are imported only for configs that have them.
@@ -36,7 +36,6 @@ from nanoengine.layers.layer import Layer, ModelContext
 from nanoengine.layers.linear import MergedLinear, QKVLinear, RowParallelLinear
 from nanoengine.layers.norm import RMSNorm
 from nanoengine.layers.norms import AllHeadsNorm, ReorderedHeadNorm, make_norm
-from nanoengine.layers.rotary import RotaryEmbedding
 from nanoengine.models.decoder import (
     CausalLM,
     Decoder,
@@ -49,22 +48,14 @@ from nanoengine.models.decoder import (
 
 
 class GenericLM(CausalLM):
-    """A language model of any family, on one rank.
-
-    Attributes:
-        layer_class: the class of its layers; None: `GenericLayer`.
-    """
-
-    layer_class: type[GenericLayer] | None = None
+    """A language model of any family, on one rank."""
 
     def __init__(self, config: ModelConfig, context: ModelContext) -> None:
         Layer.__init__(self)
         self.config = config
         self.model = self.make_decoder(config, context)
-        plan, tied = config.plan, config.tie_word_embeddings
-        softcap, scales = plan.final_logit_softcapping is not None, plan.logit_scale != 1
-        head = OutputHead if not (softcap or scales) else partial(SoftcapLMHead, plan)
-        self.lm_head = head("lm_head", self.model.embed_tokens, tied=tied, context=context)
+        tied, embedding = config.tie_word_embeddings, self.model.embed_tokens
+        self.lm_head = SoftcapLMHead(config.plan, "lm_head", embedding, tied=tied, context=context)
         if config.states is not None:
             from nanoengine.models.linear_attention import RecurrentLayer
 
@@ -72,7 +63,7 @@ class GenericLM(CausalLM):
 
     def make_decoder(self, config: ModelConfig, context: ModelContext) -> GenericDecoder:
         """Makes embedding, layers and last norm."""
-        return GenericDecoder(config, context, self.layer_class or GenericLayer)
+        return GenericDecoder(config, context)
 
     @property
     def graph_safe(self) -> bool:
@@ -80,7 +71,7 @@ class GenericLM(CausalLM):
 
 
 class SoftcapLMHead(OutputHead):
-    """An output head with scaled logits, or a soft cap.
+    """An output head that may scale logits, or have a soft cap.
 
     Why the hidden states are scaled, not the logits: they have fewer elements.
     """
@@ -112,17 +103,20 @@ class SoftcapLMHead(OutputHead):
 class GenericDecoder(Decoder):
     """A `Decoder` of generic layers, to which a list of rotations is passed instead of one."""
 
-    def __init__(
-        self, config: ModelConfig, context: ModelContext, layer: type[GenericLayer]
-    ) -> None:
+    def __init__(self, config: ModelConfig, context: ModelContext) -> None:
         Layer.__init__(self)
         sizes, scale = (config.vocab_size, config.hidden_size), config.plan.embedding_multiplier
         embedding = Embedding if scale == 1 else partial(ScaledEmbedding, scale)
         self.embed_tokens = embedding(*sizes, context=context)
         ropes = list(dict.fromkeys(config.ropes))
         self.rotary = RotaryEmbeddings([(rope, config) for rope in ropes], context)
+        kind: type[GenericLayer] = GenericLayer
+        if config.plan.falcon_h1 is not None:
+            from nanoengine.models.mamba_layers import FalconH1Layer as kind
+        elif config.plan.layers_block_type is not None:
+            from nanoengine.models.mamba_layers import NemotronHLayer as kind
         self.layers = nn.ModuleList(
-            layer(index, ropes.index(rope), config, context)
+            kind(index, ropes.index(rope), config, context)
             for index, rope in enumerate(config.ropes)
         )
         self.executed_layers: list[LayerCall] = list(self.layers)
@@ -155,10 +149,9 @@ class RotaryEmbeddings(Layer):
         self, ropes: list[tuple[RopeConfig | None, ModelConfig]], context: ModelContext
     ) -> None:
         super().__init__()
-        plan = ropes[0][1].plan
-        rotary = RotaryEmbedding if plan.rotary_dim is None else layouts.PartialRotary
         self.rotaries = nn.ModuleList(
-            (rotary if rope else layouts.NoRotary)(rope, config, context) for rope, config in ropes
+            (layouts.PartialRotary if rope else layouts.NoRotary)(rope, config, context)
+            for rope, config in ropes
         )
 
     def forward(self, positions: torch.Tensor) -> list[Rotation]:
@@ -250,9 +243,7 @@ def make_mixer(path: str, index: int, config: ModelConfig, context: ModelContext
         from nanoengine.models.mla import MLAAttention
 
         return MLAAttention(f"{path}.{MLAAttention.name}", index, config, context)
-    is_unfused = config.plan.output_gate or needs_torch(index, config, context)
-    attention = UnfusedAttention if is_unfused else GenericAttention
-    return attention(f"{path}.{attention.name}", index, config, context)
+    return GenericAttention(f"{path}.{GenericAttention.name}", index, config, context)
 
 
 def make_mlp(path: str, index: int, config: ModelConfig, context: ModelContext) -> Layer:
@@ -305,14 +296,29 @@ class PlainMLP(Layer):
 
 
 class GenericAttention(SelfAttention):
-    """The attention of any family, if backends support everything between its two projections.
+    """The attention of any family. In plain torch it computes what no backend supports: output
+    gates, query scales that depend on the position, and QK norms after RoPE or over the heads of
+    several ranks.
 
     Attributes:
         name: the module's name in a checkpoint's layer.
+        num_gates: outputs of the QKV projection before the heads.
         needs_torch: some operations run in plain torch, so no fused kernel supports the layer.
     """
 
-    name, needs_torch = "self_attn", False
+    name = "self_attn"
+
+    def __init__(self, path: str, index: int, config: ModelConfig, context: ModelContext) -> None:
+        super().__init__(path, index, config, context)
+        plan, rope, spec = config.plan, config.ropes[index], self.attention.spec
+        self.num_heads, self.num_kv_heads = spec.num_heads, spec.num_kv_heads
+        size = 1 if plan.output_gate == "per_head" else self.head_dim if plan.output_gate else 0
+        self.num_gates = size * spec.num_heads
+        self.norms_after_rope = plan.qk_norm == "post_rope"
+        self.norms_over_ranks = plan.qk_norm == "all_heads" and self.norm_weights is None
+        self.scaling_beta = rope.llama_4_scaling_beta if rope else 0.0
+        self.original_len = rope.original_max_position_embeddings if rope else 0
+        self.needs_torch = bool(self.norms_after_rope or self.norms_over_ranks or self.scaling_beta)
 
     def make_qkv(self, path: str, config: ModelConfig, context: ModelContext) -> QKVLinear:
         kind = layouts.FusedTensorQKV if config.plan.fused_qkv else layouts.ReorderedQKV
@@ -336,49 +342,11 @@ class GenericAttention(SelfAttention):
         shape, part = self.sinks_part
         return {f"{path}.sinks": WeightSlot(shape=shape, part=part, store=self.sinks.copy_)}
 
-
-def make_sinks(num_heads: int, context: ModelContext) -> torch.Tensor:
-    """Makes the parameter for a layer's attention sinks, one per head.
-
-    Raises:
-        ConfigError: the attention backend does not support sinks.
-    """
-    backend, wide = context.kernels.attention, torch.promote_types(context.dtype, torch.float32)
-    if not backend.supports_sinks:
-        raise ConfigError(
-            f"attention_backend={backend.name!r} does not support this model's attention sinks: set"
-            " attention_backend='auto'"
-        )
-    return context.parameter(num_heads, dtype=wide)
-
-
-def needs_torch(index: int, config: ModelConfig, context: ModelContext) -> bool:
-    """Whether the attention of layer `index` needs `UnfusedAttention`, apart from output gates."""
-    norm, rope = config.plan.qk_norm, config.ropes[index]
-    is_split = norm == "all_heads" and context.shard.world_size > 1
-    scales_queries = rope is not None and rope.llama_4_scaling_beta != 0
-    return is_split or scales_queries or norm == "post_rope"
-
-
-class UnfusedAttention(GenericAttention):
-    """Attention with features that no backend supports: output gates, query scales that depend on
-    the position, and QK norms after RoPE or over the heads of several ranks."""
-
-    def __init__(self, path: str, index: int, config: ModelConfig, context: ModelContext) -> None:
-        super().__init__(path, index, config, context)
-        plan, rope, spec = config.plan, config.ropes[index], self.attention.spec
-        self.num_heads, self.num_kv_heads = spec.num_heads, spec.num_kv_heads
-        size = 1 if plan.output_gate == "per_head" else self.head_dim if plan.output_gate else 0
-        self.num_gates = size * spec.num_heads
-        self.norms_after_rope = plan.qk_norm == "post_rope"
-        self.norms_over_ranks = plan.qk_norm == "all_heads" and self.norm_weights is None
-        self.scaling_beta = rope.llama_4_scaling_beta if rope else 0.0
-        self.original_len = rope.original_max_position_embeddings if rope else 0
-        self.needs_torch = needs_torch(index, config, context)
-
     def forward(
         self, x: torch.Tensor, rotation: Rotation, batch: Batch, rows: torch.Tensor | None
     ) -> torch.Tensor:
+        if not (self.needs_torch or self.num_gates):
+            return super().forward(x, rotation, batch, rows)
         projected = self.qkv_proj(x)
         gates, heads = projected[:, : self.num_gates], projected[:, self.num_gates :].contiguous()
         heads = heads.view(len(x), -1, self.head_dim)
@@ -409,3 +377,18 @@ class UnfusedAttention(GenericAttention):
         """Positions [T] -> the factors of their queries, [T, 1, 1]. Source: Llama 4."""
         periods = torch.floor(positions / self.original_len)
         return (1 + self.scaling_beta * torch.log(1 + periods)).view(-1, 1, 1)
+
+
+def make_sinks(num_heads: int, context: ModelContext) -> torch.Tensor:
+    """Makes the parameter for a layer's attention sinks, one per head.
+
+    Raises:
+        ConfigError: the attention backend does not support sinks.
+    """
+    backend, wide = context.kernels.attention, torch.promote_types(context.dtype, torch.float32)
+    if not backend.supports_sinks:
+        raise ConfigError(
+            f"attention_backend={backend.name!r} does not support this model's attention sinks: set"
+            " attention_backend='auto'"
+        )
+    return context.parameter(num_heads, dtype=wide)

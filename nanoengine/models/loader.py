@@ -149,14 +149,6 @@ def model_class(config: ModelConfig) -> type[CausalLM]:
         from nanoengine.models.gemma4 import Gemma4LM
 
         return Gemma4LM
-    if config.plan.falcon_h1 is not None:
-        from nanoengine.models.mamba_layers import FalconH1LM
-
-        return FalconH1LM
-    if config.plan.layers_block_type is not None:
-        from nanoengine.models.mamba_layers import NemotronHLM
-
-        return NemotronHLM
     from nanoengine.models.generic import GenericLM
 
     return GenericLM

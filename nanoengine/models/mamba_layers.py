@@ -3,7 +3,7 @@
     FalconH1Layer    Mamba and attention in parallel, each with multipliers (Falcon-H1)
     NemotronHLayer   one norm and one block: Mamba, attention, MLP or experts (Nemotron-H)
 
-`loader.py` uses them for configs of these families.
+`GenericDecoder` uses them for configs of these families.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from nanoengine.models.decoder import select_rows
 from nanoengine.models.generic import (
     GenericAttention,
     GenericLayer,
-    GenericLM,
     make_mixer,
     make_mlp,
 )
@@ -90,15 +89,3 @@ class NemotronHLayer(GenericLayer):
         if self.mixer is None:
             return self.mlp(select_rows(x, rows)), select_rows(residual, rows)
         return self.mixer(x, rotations[self.rotation], batch, rows), select_rows(residual, rows)
-
-
-class FalconH1LM(GenericLM):
-    """Falcon-H1."""
-
-    layer_class = FalconH1Layer
-
-
-class NemotronHLM(GenericLM):
-    """Nemotron-H."""
-
-    layer_class = NemotronHLayer

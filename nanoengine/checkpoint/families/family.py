@@ -185,30 +185,26 @@ def _sliding(kinds: Sequence[str]) -> list[bool]:
 
 # --- which layers apply RoPE ----------------------------------------------------------------------
 
-RopeReader = Callable[[ConfigReader, Sequence[bool]], Sequence[float]]
-"""Arguments: the config, and per layer whether it has a window. Returns a number per layer: 0: no
-RoPE; 1: RoPE with the model's base; above 1: RoPE with this base."""
+RopeReader = Callable[[ConfigReader, Sequence[bool]], Sequence[bool]]
+"""Arguments: the config, and per layer whether it has a window. Returns per layer whether it
+applies RoPE."""
 
 
-def always(keys: ConfigReader, slides: Sequence[bool]) -> Sequence[float]:
+def always(keys: ConfigReader, slides: Sequence[bool]) -> Sequence[bool]:
     return [True] * len(slides)
 
 
-def exaone_rope(keys: ConfigReader, slides: Sequence[bool]) -> Sequence[float]:
+def exaone_rope(keys: ConfigReader, slides: Sequence[bool]) -> Sequence[bool]:
     """EXAONE 4: in models with windows, layers with full attention have no RoPE."""
     return slides if keys.get("sliding_window") is not None else always(keys, slides)
 
 
-def nowhere(keys: ConfigReader, slides: Sequence[bool]) -> Sequence[float]:
-    return [False] * len(slides)
-
-
-def if_named_rope(keys: ConfigReader, slides: Sequence[bool]) -> Sequence[float]:
+def if_named_rope(keys: ConfigReader, slides: Sequence[bool]) -> Sequence[bool]:
     """Granite 4: layers have RoPE if `position_embedding_type` is "rope"."""
     return [keys.get("position_embedding_type") == "rope"] * len(slides)
 
 
-def smollm_rope(keys: ConfigReader, slides: Sequence[bool]) -> Sequence[float]:
+def smollm_rope(keys: ConfigReader, slides: Sequence[bool]) -> Sequence[bool]:
     """SmolLM3: `no_rope_layers` has a 0 for each layer without RoPE."""
     every, listed = keys.get("no_rope_layer_interval"), keys.get("no_rope_layers")
     layers = len(slides)
