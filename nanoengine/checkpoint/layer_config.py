@@ -259,9 +259,9 @@ class MoEConfig:
         scaling_factor: factor on the weights.
         shared_size: intermediate size of the shared expert, which all tokens use; 0: none.
         shared_gate: the output of the shared expert is multiplied by a learned sigmoid.
-        router_bias, expert_bias: the router, and both matrices of each expert, have biases.
-        interleaved: gate and up rows alternate in the stacked matrices of the checkpoint.
-        inputs_first: the stacked matrices are [E, inputs, outputs], except in MXFP4.
+        bias: the router, and both matrices of each expert, have biases.
+        inputs_first: the stacked matrices are [E, inputs, outputs], except in MXFP4; outputs of
+            gate and up alternate.
     """
 
     num_experts: int
@@ -279,7 +279,5 @@ class MoEConfig:
     scaling_factor: float = 1.0
     shared_size: int = 0
     shared_gate: bool = False
-    router_bias: bool = False
-    expert_bias: bool = False
-    interleaved: bool = False
+    bias: bool = False
     inputs_first: bool = False

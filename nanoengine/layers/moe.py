@@ -52,7 +52,7 @@ class Router(FullPrecisionLinear):
     def __init__(
         self, path: str, hidden_size: int, moe: MoEConfig, *, context: ModelContext
     ) -> None:
-        super().__init__(path, hidden_size, moe.num_experts, bias=moe.router_bias, context=context)
+        super().__init__(path, hidden_size, moe.num_experts, bias=moe.bias, context=context)
         wide = torch.promote_types(context.dtype, torch.float32)
         self.moe, self.e_score_correction_bias = moe, None
         if moe.correction_bias:
@@ -162,7 +162,7 @@ class Experts(Layer):
             for index in range(num_experts)
         )
         self.gate_up_bias = self.down_bias = None
-        if moe.expert_bias:
+        if moe.bias:
             self.gate_up_bias = context.parameter(num_experts, 2 * self.local)
             self.down_bias = context.parameter(num_experts, hidden_size)
         self.all_reduce = context.all_reduce
@@ -274,5 +274,5 @@ class Experts(Layer):
     def _gate_up_rows(self) -> torch.Tensor:
         """Indices of this rank's rows in the checkpoint's gate and up, gate first: [2 I]."""
         rows = torch.arange(2 * self.shape[1])
-        halves = rows.view(-1, 2).T if self.moe.interleaved else rows.view(2, -1)
+        halves = rows.view(-1, 2).T if self.moe.inputs_first else rows.view(2, -1)
         return halves[:, self.part].flatten()

@@ -306,7 +306,7 @@ class Gemma4Layer(GenericLayer):
     def _mlp_and_experts(self, normed: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """Applies MLP and experts, in parallel, and their norms; returns what is added to x."""
         if self.experts is None:
-            return self.mlp_branch(normed)
+            return self._norm_and_scale(self.mlp_output_norm, self.mlp(normed))
         dense = self._norm_and_scale(self.post_mlp_norm, self.mlp(normed))
         sparse = self.routed(self._norm_and_scale(self.pre_experts_norm, x), x)
         both = dense + self._norm_and_scale(self.post_experts_norm, sparse)

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
@@ -25,7 +24,6 @@ from torch import nn
 from nanoengine.attention.base import AttentionSpec, Rotation, rotate
 from nanoengine.attention.batch import Batch
 from nanoengine.checkpoint.config import ModelConfig
-from nanoengine.checkpoint.layer_config import LayerConfig
 from nanoengine.checkpoint.rope import RopeConfig
 from nanoengine.checkpoint.slots import WeightSlot
 from nanoengine.errors import ConfigError
@@ -55,7 +53,8 @@ class GenericLM(CausalLM):
         self.config = config
         self.model = self.make_decoder(config, context)
         tied, embedding = config.tie_word_embeddings, self.model.embed_tokens
-        self.lm_head = SoftcapLMHead(config.plan, "lm_head", embedding, tied=tied, context=context)
+        head = self.lm_head = SoftcapLMHead("lm_head", embedding, tied=tied, context=context)
+        head.scale, head.cap = config.plan.logit_scale, config.plan.final_logit_softcapping
         if config.states is not None:
             from nanoengine.models.linear_attention import RecurrentLayer
 
@@ -71,16 +70,13 @@ class GenericLM(CausalLM):
 
 
 class SoftcapLMHead(OutputHead):
-    """An output head that may scale logits, or have a soft cap.
+    """An output head that may scale logits, or have a soft cap (None: it has none).
 
     Why the hidden states are scaled, not the logits: they have fewer elements.
     """
 
-    def __init__(
-        self, plan: LayerConfig, *arguments: Any, context: ModelContext, tied: bool
-    ) -> None:
-        super().__init__(*arguments, context=context, tied=tied)
-        self.scale, self.cap = plan.logit_scale, plan.final_logit_softcapping
+    scale: float
+    cap: float | None
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         return self._softcap(super().forward(self._scale(hidden)))
@@ -121,10 +117,6 @@ class GenericDecoder(Decoder):
         )
         self.executed_layers: list[LayerCall] = list(self.layers)
         self.norm = make_norm(config, context)
-
-    def forward(self, batch: Batch) -> torch.Tensor:
-        x = self.embed_tokens(batch.token_ids)
-        return self.forward_layers(x, self.rotary(batch.positions), batch)
 
 
 class ScaledEmbedding(Embedding):
@@ -200,11 +192,7 @@ class GenericLayer(DecoderLayer):
         residual = select_rows(residual, rows)
         attended = self._norm_and_scale(self.attention_output_norm, attended)
         x, residual = add_and_norm(self.post_attention_layernorm, attended, residual)
-        return self.mlp_branch(x), residual
-
-    def mlp_branch(self, x: torch.Tensor) -> torch.Tensor:
-        """Applies MLP, post-norm and residual multiplier to x, the output of the pre-norm."""
-        return self._norm_and_scale(self.mlp_output_norm, self.mlp(x))
+        return self._norm_and_scale(self.mlp_output_norm, self.mlp(x)), residual
 
     def _norm_and_scale(self, norm: RMSNorm | None, x: torch.Tensor) -> torch.Tensor:
         """Applies the post-norm, if there is one, and the residual multiplier."""
@@ -355,7 +343,10 @@ class GenericAttention(SelfAttention):
         if self.scaling_beta:
             heads[:, : self.num_heads] *= self._query_scale(batch.positions).to(heads.dtype)
         if self.norms_after_rope:
-            attended = self._attend_norm_after_rope(heads, rotation, batch)
+            counts = self.num_heads, self.num_kv_heads
+            qk, v = heads.split((sum(counts), self.num_kv_heads), dim=1)
+            q, k = self.head_norm(rotate(qk, rotation, None)).split(counts, dim=1)
+            attended = self.attention.backend.forward(q, k, v, self.attention.cache, batch)
         else:
             attended = self.attention(heads, rotation, self.norm_weights, batch)
         attended = select_rows(attended, rows)
@@ -363,15 +354,6 @@ class GenericAttention(SelfAttention):
             gates = select_rows(gates, rows).sigmoid()
             attended = attended * gates.unflatten(1, (self.num_heads, -1))
         return self.o_proj(attended.flatten(1))
-
-    def _attend_norm_after_rope(
-        self, heads: torch.Tensor, rotation: Rotation, batch: Batch
-    ) -> torch.Tensor:
-        """Applies RoPE and then the QK norm in plain torch, stores keys and values, and attends."""
-        counts = self.num_heads, self.num_kv_heads
-        qk, v = heads.split((sum(counts), self.num_kv_heads), dim=1)
-        q, k = self.head_norm(rotate(qk, rotation, None)).split(counts, dim=1)
-        return self.attention.backend.forward(q, k, v, self.attention.cache, batch)
 
     def _query_scale(self, positions: torch.Tensor) -> torch.Tensor:
         """Positions [T] -> the factors of their queries, [T, 1, 1]. Source: Llama 4."""
