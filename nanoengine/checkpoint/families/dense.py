@@ -20,7 +20,9 @@ GRANITE_KEYS = {
 GRANITE = layer(**GRANITE_KEYS, **LLAMA)
 
 WINDOW = family.windows(has_types=False)
-QWEN_WINDOWS = family.windows(family.from_max_window_layers, needs_flag=True)
+QWEN_WINDOWS = family.windows(
+    lambda keys, layer: layer >= keys.get("max_window_layers"), needs_flag=True,
+)
 
 # Why: checkpoints of GLM may lack EOS tokens, unlike all others.
 GLM_DEFAULTS = {"eos_token_id": [151_329, 151_336, 151_338]}

@@ -151,10 +151,6 @@ def windows(
     return slides
 
 
-def from_max_window_layers(keys: ConfigReader, layer: int) -> bool:
-    return layer >= keys.get("max_window_layers")
-
-
 def smollm_window(keys: ConfigReader, layer: int) -> bool:
     """SmolLM3: layers without RoPE have a window."""
     return not smollm_rope(keys, [False] * keys.require("num_hidden_layers"))[layer]
