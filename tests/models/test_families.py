@@ -110,9 +110,7 @@ def test_greedy_tokens_of_cpu_kernels_match(case: str) -> None:
 
 
 @pytest.mark.guards("nanoengine/*/triton*.py", "nanoengine/models/*.py", "nanoengine/layers/*.py")
-@pytest.mark.parametrize(
-    "family", ["gemma2", "glm4_moe", "gpt_oss", "hunyuan", "olmo2", "phi3"]
-)
+@pytest.mark.parametrize("family", ["gemma2", "glm4_moe", "gpt_oss", "hunyuan", "olmo2", "phi3"])
 def test_greedy_tokens_in_the_triton_interpreter_match(family: str) -> None:
     options = {"dtype": "float32", "attention_backend": "triton", "max_num_seqs": 4}
     engine = make_engine(directory(family), block_size=16, num_kv_blocks=20, **options)
