@@ -62,7 +62,7 @@ class GenericLM(CausalLM):
 
     def make_decoder(self, config: ModelConfig, context: ModelContext) -> GenericDecoder:
         """Makes embedding, layers and last norm."""
-        return GenericDecoder(config, context)
+        return GenericDecoder(config, context, GenericLayer)
 
     @property
     def graph_safe(self) -> bool:
@@ -99,20 +99,17 @@ class SoftcapLMHead(OutputHead):
 class GenericDecoder(Decoder):
     """A `Decoder` of generic layers, to which a list of rotations is passed instead of one."""
 
-    def __init__(self, config: ModelConfig, context: ModelContext) -> None:
+    def __init__(
+        self, config: ModelConfig, context: ModelContext, layer: type[GenericLayer]
+    ) -> None:
         Layer.__init__(self)
         sizes, scale = (config.vocab_size, config.hidden_size), config.plan.embedding_multiplier
         embedding = Embedding if scale == 1 else partial(ScaledEmbedding, scale)
         self.embed_tokens = embedding(*sizes, context=context)
         ropes = list(dict.fromkeys(config.ropes))
         self.rotary = RotaryEmbeddings([(rope, config) for rope in ropes], context)
-        kind: type[GenericLayer] = GenericLayer
-        if config.plan.falcon_h1 is not None:
-            from nanoengine.models.mamba_layers import FalconH1Layer as kind
-        elif config.plan.layers_block_type is not None:
-            from nanoengine.models.mamba_layers import NemotronHLayer as kind
         self.layers = nn.ModuleList(
-            kind(index, ropes.index(rope), config, context)
+            layer(index, ropes.index(rope), config, context)
             for index, rope in enumerate(config.ropes)
         )
         self.executed_layers: list[LayerCall] = list(self.layers)

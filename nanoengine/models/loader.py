@@ -149,6 +149,10 @@ def model_class(config: ModelConfig) -> type[CausalLM]:
         from nanoengine.models.gemma4 import Gemma4LM
 
         return Gemma4LM
+    if config.plan.falcon_h1 is not None or config.plan.layers_block_type is not None:
+        from nanoengine.models.mamba_layers import MambaLM
+
+        return MambaLM
     from nanoengine.models.generic import GenericLM
 
     return GenericLM

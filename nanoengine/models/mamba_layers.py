@@ -3,7 +3,7 @@
     FalconH1Layer    Mamba and attention in parallel, each with multipliers (Falcon-H1)
     NemotronHLayer   one norm and one block: Mamba, attention, MLP or experts (Nemotron-H)
 
-`GenericDecoder` uses them for configs of these families.
+`loader.py` uses them for configs of these families.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from nanoengine.layers.norms import make_norm
 from nanoengine.models.decoder import select_rows
 from nanoengine.models.generic import (
     GenericAttention,
+    GenericDecoder,
     GenericLayer,
+    GenericLM,
     make_mixer,
     make_mlp,
 )
@@ -78,3 +80,11 @@ class NemotronHLayer(GenericLayer):
         if self.mixer is None:
             return self.mlp(select_rows(x, rows)), select_rows(residual, rows)
         return self.mixer(x, rotations[self.rotation], batch, rows), select_rows(residual, rows)
+
+
+class MambaLM(GenericLM):
+    """Falcon-H1 or Nemotron-H."""
+
+    def make_decoder(self, config: ModelConfig, context: ModelContext) -> GenericDecoder:
+        layer = NemotronHLayer if config.plan.falcon_h1 is None else FalconH1Layer
+        return GenericDecoder(config, context, layer)
