@@ -130,7 +130,7 @@ SCHEMA: dict[str, Key] = {
     "beta_slow": Key(float, *_FACTOR, gguf="rope.scaling.yarn_beta_slow"),
     "attention_factor": Key(float, 1e-3, 1e3, gguf="rope.scaling.yarn_attn_factor"),
     "mscale_all_dim": Key(float, 0, 1e3, gguf="rope.scaling.yarn_log_multiplier"),
-    **_each("mscale short_mscale long_mscale", Key(float, 0, 1e3)),
+    "mscale": Key(float, 0, 1e3),
     "alpha": Key(float, 1, 1e6),
     "truncate": Key(bool, default=True),
     **_each("short_factor long_factor", Key(list[float])),

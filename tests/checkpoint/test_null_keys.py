@@ -219,7 +219,7 @@ def test_every_key_is_read_by_some_family(monkeypatch: pytest.MonkeyPatch) -> No
             read |= spy.found.keys()
     in_dicts = COMMON_KEYS.union(*(a | b for a, b in ROPE_KEYS.values())) | {"llama_4_scaling_beta"}
     rejected = {key for key, spec in SCHEMA.items() if spec.if_unread == "reject"}
-    in_dicts |= {"alpha", "short_mscale", "long_mscale"}
+    in_dicts |= {"alpha"}
     absent_here = {"block_ff_dim"}
     assert SCHEMA.keys() - read - NAMES - in_dicts - rejected - absent_here == set()
 
