@@ -285,6 +285,9 @@ class GenericAttention(SelfAttention):
     gates, query scales that depend on the position, and QK norms after RoPE or over the heads of
     several ranks.
 
+    Raises:
+        ConfigError: the model has attention sinks, which the backend does not support.
+
     Attributes:
         name: the module's name in a checkpoint's layer.
         num_gates: outputs of the QKV projection before the heads.
@@ -311,9 +314,16 @@ class GenericAttention(SelfAttention):
 
     def make_spec(self, index: int, config: ModelConfig, context: ModelContext) -> AttentionSpec:
         plan, plain = config.plan, super().make_spec(index, config, context)
-        heads = config.num_attention_heads
+        heads, backend, self.sinks = config.num_attention_heads, context.kernels.attention, None
         self.sinks_part = (heads,), (context.shard.slice(heads, "num_attention_heads"),)
-        self.sinks = make_sinks(plain.num_heads, context) if plan.attention_sinks else None
+        if plan.attention_sinks and not backend.supports_sinks:
+            raise ConfigError(
+                f"attention_backend={backend.name!r} does not support this model's attention sinks:"
+                " set attention_backend='auto'"
+            )
+        if plan.attention_sinks:
+            wide = torch.promote_types(context.dtype, torch.float32)
+            self.sinks = context.parameter(plain.num_heads, dtype=wide)
         scale = plan.attention_multiplier or plain.scale
         return replace(plain, scale=scale, softcap=plan.attn_logit_softcapping, sinks=self.sinks)
 
@@ -356,18 +366,3 @@ class GenericAttention(SelfAttention):
         """Positions [T] -> the factors of their queries, [T, 1, 1]. Source: Llama 4."""
         periods = torch.floor(positions / self.original_len)
         return (1 + self.scaling_beta * torch.log(1 + periods)).view(-1, 1, 1)
-
-
-def make_sinks(num_heads: int, context: ModelContext) -> torch.Tensor:
-    """Makes the parameter for a layer's attention sinks, one per head.
-
-    Raises:
-        ConfigError: the attention backend does not support sinks.
-    """
-    backend, wide = context.kernels.attention, torch.promote_types(context.dtype, torch.float32)
-    if not backend.supports_sinks:
-        raise ConfigError(
-            f"attention_backend={backend.name!r} does not support this model's attention sinks: set"
-            " attention_backend='auto'"
-        )
-    return context.parameter(num_heads, dtype=wide)

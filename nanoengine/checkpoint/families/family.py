@@ -123,10 +123,6 @@ WindowsReader = Callable[[ConfigReader, Kinds, int], list[bool]]
 has a sliding window."""
 
 
-def never(keys: ConfigReader, kinds: Kinds, layers: int) -> list[bool]:
-    return [False] * layers
-
-
 def windows(
     pattern: Callable[[ConfigReader, int], bool] = lambda keys, layer: True,
     *,
@@ -186,13 +182,9 @@ RopeReader = Callable[[ConfigReader, Sequence[bool]], Sequence[bool]]
 applies RoPE."""
 
 
-def always(keys: ConfigReader, slides: Sequence[bool]) -> Sequence[bool]:
-    return [True] * len(slides)
-
-
 def exaone_rope(keys: ConfigReader, slides: Sequence[bool]) -> Sequence[bool]:
     """EXAONE 4: in models with windows, layers with full attention have no RoPE."""
-    return slides if keys.get("sliding_window") is not None else always(keys, slides)
+    return slides if keys.get("sliding_window") is not None else [True] * len(slides)
 
 
 def if_named_rope(keys: ConfigReader, slides: Sequence[bool]) -> Sequence[bool]:
@@ -248,8 +240,8 @@ class Family:
     normalize: Callable[[Json], Json] | None = None
     layers: Reader[LayerConfig] = PLAIN
     states: Reader[LinearAttentionConfig] | None = None
-    windows: WindowsReader = never
-    rope_layers: RopeReader = always
+    windows: WindowsReader = lambda keys, kinds, layers: [False] * layers
+    rope_layers: RopeReader = lambda keys, slides: [True] * len(slides)
     rope_theta_keys: tuple[str, str] | None = None
     moe: Reader[MoEConfig | None] | None = None
     partial_rotary: bool = False
