@@ -4,9 +4,8 @@
                   o ─ norm ─ gate_up ─ gate ─ down ─ x, residual
 
 Some families also have post-norms after o and down, or only those (`LayerConfig.norms`).
-`cpu_experts.py` computes an MLP that is a mixture of experts; if no kernel supports it, the call
-ends before the MLP. Mixers other than attention, and operations after the MLP in some families, are
-in other files: see `MIXERS` and `apply_after_mlp`.
+`cpu_experts.py` computes an MLP that is a mixture of experts. Mixers other than attention, and
+operations after the MLP in some families, are in other files: see `MIXERS` and `apply_after_mlp`.
 
 Why one call: each kernel call from Python costs about 10 us, and a layer has nine of them. The
 layer's submodules call the same kernels separately, so the results are the same bit for bit.
