@@ -65,7 +65,7 @@ class ModelConfig:
     Attributes:
         architecture: the entry of `every_family` that describes the model.
         max_position_embeddings: longest context [tokens], including an extension by YaRN.
-        rms_norm_eps: epsilon of all norms, also of LayerNorm.
+        rms_norm_eps: epsilon of all norms.
         plan: what the layers compute.
         ropes: RoPE parameters per layer; None: the layer has no RoPE.
         sliding_windows: per layer None, or w: a token attends to itself and the w - 1 tokens before
@@ -234,10 +234,7 @@ def parse_model_config(
         ropes: Ropes = tuple(sliding if slide else full for slide in slides)
     else:
         rope = read_rope(keys, extra=family.rope_extra, partial=family.partial_rotary)
-        ropes = tuple(
-            replace(rope, theta=float(base)) if base > 1 else rope if base else None
-            for base in family.rope_layers(keys, slides)
-        )
+        ropes = tuple(rope if used else None for used in family.rope_layers(keys, slides))
     headless = not is_part and architecture not in (raw.get("architectures") or [architecture])
     # Why tied if headless: then no head is allocated.
     tied = keys.get("tie_word_embeddings") or headless
@@ -259,7 +256,7 @@ def parse_model_config(
         sliding_windows=windows,
         states=states,
         moe=family.moe(keys) if family.moe else None,
-        tensor_names=family.names(keys) if callable(family.names) else family.names,
+        tensor_names=family.names,
         ignored_tensors="|".join(ignored_tensors) or _mtp_tensors(keys),
         dtype=_dtype(keys),
         quantization=_quantization(keys, family, layer, is_part=is_part, tied=tied),

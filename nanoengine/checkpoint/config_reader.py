@@ -77,14 +77,14 @@ SCHEMA: dict[str, Key] = {
     **_each("tie_word_embeddings tie_embedding", _FLAG),
     "embedding_multiplier": _MULTIPLIER._replace(gguf="embedding_scale"),
     "residual_multiplier": _MULTIPLIER._replace(gguf="residual_scale"),
-    **_each("logits_scaling logit_scale", _MULTIPLIER._replace(gguf="logit_scale")),
+    "logits_scaling": _MULTIPLIER._replace(gguf="logit_scale"),
     "final_logit_softcapping": _SOFTCAP._replace(gguf="final_logit_softcapping"),
     "attn_logit_softcapping": _SOFTCAP._replace(gguf="attn_logit_softcapping"),
     "clip_qkv": _SOFTCAP,
     # norms
     "rms_norm_eps": Key(float, 0, 1, 1e-6, gguf="attention.layer_norm_rms_epsilon"),
     **_each(
-        "layer_norm_eps layer_norm_epsilon norm_eps",
+        "layer_norm_epsilon norm_eps",
         Key(float, 0, 1, 1e-5, gguf="attention.layer_norm_epsilon"),
     ),
     "use_qk_norm": _REJECT_FLAG,
@@ -130,7 +130,7 @@ SCHEMA: dict[str, Key] = {
     "beta_slow": Key(float, *_FACTOR, gguf="rope.scaling.yarn_beta_slow"),
     "attention_factor": Key(float, 1e-3, 1e3, gguf="rope.scaling.yarn_attn_factor"),
     "mscale_all_dim": Key(float, 0, 1e3, gguf="rope.scaling.yarn_log_multiplier"),
-    **_each("mscale short_mscale long_mscale", Key(float, 0, 1e3)),
+    "mscale": Key(float, 0, 1e3),
     "alpha": Key(float, 1, 1e6),
     "truncate": Key(bool, default=True),
     **_each("short_factor long_factor", Key(list[float])),
@@ -149,9 +149,6 @@ SCHEMA: dict[str, Key] = {
     "block_auto_adjust_ff_dim": Key(bool, default=True),
     "block_ffn_dim_multiplier": Key(float, 1e-3, 1e3, 1.0),
     "block_multiple_of": Key(int, 1, 2**20, 256, "ignore"),
-    # Falcon
-    **_each("alibi bias new_decoder_architecture", _REJECT_FLAG),
-    "multi_query": Key(bool, default=True, if_unread="reject"),
     # experts
     "num_local_experts": Key(int, *_EXPERTS, gguf="expert_count"),
     "num_experts_per_tok": Key(int, *_EXPERTS, gguf="expert_used_count"),

@@ -14,9 +14,9 @@ from typing import Literal
 from nanoengine.errors import UnsupportedModelError
 from nanoengine.settings.checks import checked
 
-Norms = Literal["pre", "post", "sandwich", "parallel", "parallel each"]
-NormKind = Literal["rms", "fp32_weight", "one_plus_weight", "layer"]
-HiddenAct = Literal["silu", "gelu_pytorch_tanh", "clamped_swiglu", "gelu", "relu2"]
+Norms = Literal["pre", "post", "sandwich"]
+NormKind = Literal["rms", "fp32_weight", "one_plus_weight"]
+HiddenAct = Literal["silu", "gelu_pytorch_tanh", "clamped_swiglu", "relu2"]
 NO_STEP_LIMITS = (0.0, math.inf)
 SLIDING, FULL = "sliding_attention", "full_attention"
 """Kinds of layers in `layer_types`."""
@@ -119,12 +119,10 @@ class LayerConfig:
 
     Norms:
         norms: "pre": pre-norm, before attention and MLP; "post": post-norm, after them; "sandwich":
-            both; "parallel": attention and MLP have the same input and share one pre-norm;
-            "parallel each": they have the same input, and each has a pre-norm.
+            both.
         norm: "rms": RMSNorm in the model's dtype; "fp32_weight": the result is rounded to the
             model's dtype after the multiplication by the weight; "one_plus_weight": as fp32_weight,
-            with the factor 1 + weight; "layer": LayerNorm.
-        norm_bias: LayerNorm adds a bias.
+            with the factor 1 + weight.
         qk_norm: the norm of queries and keys. "per_head": per head, before RoPE; "post_rope": per
             head, after RoPE; "all_heads": over all heads together; None: there is none.
     Attention:
@@ -142,17 +140,15 @@ class LayerConfig:
         rope_interleaved: RoPE rotates pairs of neighbouring dimensions, instead of pairs with one
             dimension from each half of the head.
     MLP:
-        gated_mlp: the MLP is down(act(gate(x)) * up(x)); otherwise down(act(up(x))).
-        hidden_act: a key of `layers.kernels.GATES`, or of `models.generic.ACTIVATIONS` for an MLP
-            without a gate; also for experts.
+        hidden_act: the activation of MLP and experts, which are down(act(gate(x)) * up(x)); a key
+            of `layers.kernels.GATES`. "relu2": they have no gate, and are down(relu(up(x)) ** 2).
         mlp_bias: the projections of the MLP have biases.
     Embeddings, residuals, head:
         embedding_multiplier, residual_multiplier, logit_scale: factors on the embeddings, on the
             outputs of attention and MLP before they are added to the residual, and on logits.
         final_logit_softcapping: as attn_logit_softcapping, on logits.
     Checkpoint:
-        fused_qkv: q, k and v are one tensor in the checkpoint. "parts": all queries, then all keys,
-            then all values; "heads": for each KV head its queries, its key and its value.
+        fused_qkv: q, k and v are one tensor in the checkpoint.
         fused_gate_up: gate and up are one tensor in the checkpoint.
     Each for a single family:
         gemma4: Gemma 4: the two shapes of layers; None: all layers have the same shape.
@@ -164,7 +160,6 @@ class LayerConfig:
 
     norms: Norms = "pre"
     norm: NormKind = "rms"
-    norm_bias: bool = False
     qk_norm: QKNorm | None = None
 
     qkv_bias: bool = False
@@ -178,7 +173,6 @@ class LayerConfig:
     rotary_dim: int | None = None
     rope_interleaved: bool = False
 
-    gated_mlp: bool = True
     hidden_act: HiddenAct = "silu"
     mlp_bias: bool = False
 
@@ -187,7 +181,7 @@ class LayerConfig:
     logit_scale: float = 1.0
     final_logit_softcapping: float | None = None
 
-    fused_qkv: Literal[False, "parts", "heads"] = False
+    fused_qkv: bool = False
     fused_gate_up: bool = False
 
     gemma4: Gemma4Config | None = None
@@ -265,10 +259,9 @@ class MoEConfig:
         scaling_factor: factor on the weights.
         shared_size: intermediate size of the shared expert, which all tokens use; 0: none.
         shared_gate: the output of the shared expert is multiplied by a learned sigmoid.
-        router_bias, expert_bias: the router, and both matrices of each expert, have biases.
-        interleaved: gate and up rows alternate in the stacked matrices of the checkpoint.
-        inputs_first: the stacked matrices are [E, inputs, outputs], except in MXFP4.
-        gated: experts are gated MLPs; see `LayerConfig.gated_mlp`.
+        bias: the router, and both matrices of each expert, have biases.
+        inputs_first: the stacked matrices are [E, inputs, outputs], except in MXFP4; outputs of
+            gate and up alternate.
     """
 
     num_experts: int
@@ -286,8 +279,5 @@ class MoEConfig:
     scaling_factor: float = 1.0
     shared_size: int = 0
     shared_gate: bool = False
-    router_bias: bool = False
-    expert_bias: bool = False
-    interleaved: bool = False
+    bias: bool = False
     inputs_first: bool = False
-    gated: bool = True

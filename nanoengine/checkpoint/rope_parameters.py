@@ -23,19 +23,8 @@ def _check_llama3(values: dict[str, Any], keys: ConfigReader) -> None:
 
 def _complete_longrope(values: dict[str, Any], keys: ConfigReader) -> None:
     """Source: LongRoPE (arXiv 2402.13753); `attention_factor` as in the model code of Phi-3."""
-    short, long = values.pop("short_mscale", None), values.pop("long_mscale", None)
-    if short != long:
-        raise UnsupportedModelError(
-            f"rope type 'longrope' has short_mscale={short} and long_mscale={long}; supported:"
-            " equal values"
-        )
-    if short:
-        values["attention_factor"] = short
-    longest, original = (
-        keys.require("max_position_embeddings"),
-        values["original_max_position_embeddings"],
-    )
-    factor = values.pop("factor", None) or longest / original
+    original = values["original_max_position_embeddings"]
+    factor = values.pop("factor", None) or keys.require("max_position_embeddings") / original
     stretch = math.log(factor) / math.log(original) if factor > 1 else 0.0
     values.setdefault("attention_factor", math.sqrt(1 + stretch))
     for name in ("short_factor", "long_factor"):

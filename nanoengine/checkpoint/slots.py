@@ -85,17 +85,9 @@ class OwnsWeights(Protocol):
         name of the module in the model."""
 
 
-PREFIXES = {
-    "model.": "lm_head.",
-    "": "lm_head.",
-    "model.language_model.": "lm_head.",
-    "model.text_model.": "lm_head.",
-    "backbone.": "lm_head.",
-    "transformer.": "lm_head.",
-    "gpt_neox.": "embed_out.",
-    "model.decoder.": "lm_head.",
-    "language_model.model.": "language_model.lm_head.",
-}
+PREFIXES = dict.fromkeys(
+    ("model.", "", "model.language_model.", "model.text_model.", "backbone."), "lm_head."
+) | {"language_model.model.": "language_model.lm_head."}
 """Prefix in a checkpoint for our "model." -> its prefix for our "lm_head."."""
 
 

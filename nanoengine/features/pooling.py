@@ -375,9 +375,14 @@ class PoolingTasks:
                 "answers must be at least two words of one token each, got"
                 f" {quoted(answers)} with token ids {quoted(ids)}"
             )
+        config = load_model_config(self.directory)
+        if config.model_impl == "transformers":
+            raise UnsupportedModelError(
+                f"answers need a native model, and {config.architecture} has none: transformers'"
+                " modules may add biases to logits, or scale them"
+            )
         rows = checkpoint.read_token_rows(self.directory, [tokens[0] for tokens in ids]).numpy()
-        plan = load_model_config(self.directory).plan
-        scale, cap = plan.logit_scale, plan.final_logit_softcapping
+        scale, cap = config.plan.logit_scale, config.plan.final_logit_softcapping
 
         def head(hidden: np.ndarray) -> np.ndarray:
             logits = rows @ hidden * scale

@@ -4,9 +4,8 @@
                   o ─ norm ─ gate_up ─ gate ─ down ─ x, residual
 
 Some families also have post-norms after o and down, or only those (`LayerConfig.norms`).
-`cpu_experts.py` computes an MLP that is a mixture of experts; if no kernel supports it, the call
-ends before the MLP. Mixers other than attention, and operations after the MLP in some families, are
-in other files: see `MIXERS` and `apply_after_mlp`.
+`cpu_experts.py` computes an MLP that is a mixture of experts. Mixers other than attention, and
+operations after the MLP in some families, are in other files: see `MIXERS` and `apply_after_mlp`.
 
 Why one call: each kernel call from Python costs about 10 us, and a layer has nine of them. The
 layer's submodules call the same kernels separately, so the results are the same bit for bit.
@@ -53,7 +52,7 @@ LayerTail = namedtuple(
     "o attention_output_norm mlp_norm mlp eps norms_before norms_after scale",
 )
 """Operands after the mixer: the weight of the output projection; norms [N], any array where a norm
-is absent; a `GatedMLP`, an `ExpertMLP` or (); the epsilon of the norms; whether mixer and MLP have
+is absent; a `GatedMLP` or an `ExpertMLP`; the epsilon of the norms; whether mixer and MLP have
 pre-norms, and post-norms; the factor on the outputs of both."""
 
 GatedMLP = namedtuple("GatedMLP", "gate_up down output_norm operand inner activation")
@@ -184,10 +183,7 @@ def activate(x, weight, activation, out, workers):
 
 @specialize(FASTMATH)
 def gated_mlp(x, mlp, eps, has_post_norm, factor, workers):
-    """In place: x [L, N] becomes the output of a gated MLP or of a mixture of experts; does nothing
-    if `mlp` is ()."""
-    if len(mlp) == 0:
-        return lambda x, mlp, eps, has_post_norm, factor, workers: None
+    """In place: x [L, N] becomes the output of a gated MLP or of a mixture of experts."""
     if mlp.instance_class is ExpertMLP:
         from nanoengine.kernels.cpu_experts import mixture
 

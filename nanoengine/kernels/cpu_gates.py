@@ -1,5 +1,5 @@
 """Output gates of attention heads: part of `cpu_decoder.decoder_layers` for families that have
-them. The reference implementation is in `UnfusedAttention.forward`.
+them. The reference implementation is in `GenericAttention.forward`.
 
 Legend: T tokens, H query heads, D head dim.
 """

@@ -2,14 +2,12 @@
 
 Why: one token through a small model makes hundreds of calls from Python, which take a third of its
 time. The reference implementation is `DecoderLayer.forward`; results have the same bits
-(`tests/layers/test_fused_layers.py`). `models/cpu.py` fuses layers after the weights are loaded. If
-a layer's MLP has no kernel, the call ends before this MLP, which then runs in plain torch.
+(`tests/layers/test_fused_layers.py`). `models/cpu.py` fuses layers after the weights are loaded.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -38,7 +36,6 @@ class LayerParts:
         pre_norms, post_norms: of attention and of the MLP, two each; None: the layer has none.
         gated: the MLP, if it is a gated one.
         experts: the arguments of `cpu_experts.mixture` after x, if it computes the MLP.
-        torch_mlp: computes the MLP and its post-norm in plain torch; None: the kernel does.
         scale: the factor on the outputs of attention and MLP.
         rotation: index of the layer's RoPE configuration; None: the model has only one.
     """
@@ -54,7 +51,6 @@ class LayerParts:
         routed = getattr(mlp, "routed", None)
         whole = getattr(mlp, "shared_experts", None) is None or getattr(routed, "adds_shared", 0)
         self.experts: tuple[Any, ...] | None = getattr(routed, "arguments", None) if whole else None
-        self.torch_mlp = None if self.gated or self.experts else layer.mlp_branch
         if self.gated:
             self.linears += [mlp.gate_up_proj, mlp.down_proj]
         self.scale = getattr(layer, "scale", 1.0)
@@ -118,15 +114,13 @@ class LayerParts:
         operands = [linear.method.operands(linear.bias) for linear in self.linears]
         mlp_operands = [operands.pop() for _ in range(2 * (self.gated is not None))][::-1]
         o, output_norm = operands.pop(), self.weight_of(self.post_norms[1])
-        mlp: Any = ()
+        mlp: Any = ExpertMLP(self.experts, output_norm)
         if self.gated is not None:
             inner = sum(self.gated.gate_up_proj.parts.values()) // 2
             gate, in_pairs = GATES[self.gated.activation], BF16_DOTS and inner % PANEL == 0
             in_pairs &= all(weight[0].dtype == np.uint32 for weight in mlp_operands)
             operand = np.empty(0, np.uint32 if in_pairs else np.float32)
             mlp = GatedMLP(*mlp_operands, output_norm, operand, inner, gate)
-        elif self.experts:
-            mlp = ExpertMLP(self.experts, output_norm)
         return operands, LayerTail(
             o=o,
             attention_output_norm=self.weight_of(self.post_norms[0]),
@@ -155,15 +149,15 @@ class FusedLayers:
     """Called like a `DecoderLayer`; overwrites both of its inputs.
 
     Attributes:
-        layers: the fused layers in order; only the last may have a `torch_mlp`.
+        layers: the fused layers in order.
     """
 
     @staticmethod
     def supports(parts: LayerParts) -> bool:
-        """Whether a kernel supports each part: packed weights on one rank, plain norms."""
+        """Whether a kernel supports each part: packed weights on one rank, and the MLP."""
         return (
             isinstance(parts.backend, CPUBackend)
-            and all(isinstance(norm, RMSNorm) for norm in parts.norms)
+            and bool(parts.gated or parts.experts)
             and all(linear.shard.world_size == 1 for linear in parts.linears)
             and all(linear.method.has_kernel for linear in parts.linears)
         )
@@ -177,18 +171,13 @@ class FusedLayers:
         self.append(first)
 
     @property
-    def torch_mlp(self) -> Callable[[torch.Tensor], torch.Tensor] | None:
-        """The last layer's MLP, if it has no kernel."""
-        return self.layers[-1].torch_mlp
-
-    @property
     def num_layers(self) -> int:
         """The number of layers."""
         return len(self.layers)
 
     def can_join(self, parts: LayerParts) -> bool:
         """Whether this layer can run in the same call, after the others."""
-        return self.torch_mlp is None and self.rotation == parts.rotation
+        return self.rotation == parts.rotation
 
     def append(self, parts: LayerParts) -> None:
         """Adds a layer after the others."""
@@ -224,7 +213,7 @@ class FusedLayers:
             shape, count = (len(rows), x.shape[1]), len(calls[-1].operands)
             x, residual = torch.empty(shape), torch.empty(shape)
             run(calls[-1], (count - 1, count), (x.numpy(), residual.numpy()), rows.numpy())
-        return (x if self.torch_mlp is None else self.torch_mlp(x)), residual
+        return x, residual
 
     def _bound(self) -> list[_FusedCall]:
         """The calls that run all layers: one, unless their attention specs (KV group, window) or

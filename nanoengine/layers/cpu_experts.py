@@ -39,7 +39,7 @@ class CPUExperts:
         methods = (*gates, *downs)
         return (
             type(router) is Router
-            and router.moe.gated
+            and experts.activation in GATES
             and type(router.method) is PackedLinear
             and all(method.has_kernel for method in methods)
             and _are_alike(gates)

@@ -108,6 +108,11 @@ def clamped_swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     return gate * torch.sigmoid(1.702 * gate) * (up + 1)
 
 
+def relu2(x: torch.Tensor) -> torch.Tensor:
+    """relu(x) ** 2, the activation of an MLP without a gate."""
+    return F.relu(x).square_()
+
+
 GATES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "silu": lambda gate, up: F.silu(gate).mul_(up),
     "gelu_pytorch_tanh": lambda gate, up: F.gelu(gate, approximate="tanh").mul_(up),

@@ -1,8 +1,8 @@
 """Layouts that differ from Llama's: which dimensions RoPE rotates, and how a checkpoint stores
 matrices.
 
-    positions       partial RoPE, or no RoPE; learned position embeddings
-    linear layers   several matrices in one tensor, heads in another order, [inputs, outputs]
+    positions       partial RoPE, or no RoPE
+    linear layers   several matrices in one tensor, heads in another order
 
 Pairs without RoPE have the angle 0. For interleaved or partial RoPE, the loader reorders the
 dimensions of queries and keys as backends expect them (`head_order`). Attention scores don't
@@ -30,12 +30,11 @@ from nanoengine.layers.rotary import RotaryEmbedding, cos_and_sin
 
 
 class PartialRotary(RotaryEmbedding):
-    """RoPE on the first `plan.rotary_dim` dimensions of a head; for MLA the table has only
-    these."""
+    """RoPE on the first `plan.rotary_dim` dimensions of a head, all if None; for MLA the table has
+    only these."""
 
     def make_table(self, rope: RopeConfig, config: ModelConfig, num_positions: int) -> Rotation:
-        size, plan = config.plan.rotary_dim, config.plan
-        assert size is not None
+        plan, size = config.plan, config.plan.rotary_dim or config.head_dim
         cos, sin = cos_and_sin(rope, size, num_positions)
         padding = (0, 0 if plan.mla else (config.head_dim - size) // 2)
         return F.pad(cos, padding, value=1.0), F.pad(sin, padding)
@@ -77,12 +76,8 @@ class FusedTensorLinear(MergedLinear):
             rows = torch.arange(first + part.start, first + part.stop)
             found.append(ordered(rows, self.orders.get(name)))
             first += size
-        matrix = MatrixPart((first, self.in_features), order=self.stored_rows(torch.cat(found)))
+        matrix = MatrixPart((first, self.in_features), order=torch.cat(found))
         return self.slots_of(path, matrix)
-
-    def stored_rows(self, rows: torch.Tensor) -> torch.Tensor:
-        """Maps rows of the concatenated matrices to rows of the checkpoint's tensor."""
-        return rows
 
 
 def replicated_linear(
@@ -123,21 +118,3 @@ class ReorderedQKV(QKVLinear):
 
 class FusedTensorQKV(ReorderedQKV, FusedTensorLinear):
     """A `ReorderedQKV` that the checkpoint stores as one tensor."""
-
-
-class InterleavedQKV(FusedTensorQKV):
-    """One tensor that has, per KV head, its queries, its key and its value."""
-
-    def stored_rows(self, rows: torch.Tensor) -> torch.Tensor:
-        kv_heads = self.parts["k_proj"] // self.head_dim
-        stored = torch.arange(sum(self.parts.values())).view(kv_heads, -1, self.head_dim)
-        parts = stored[:, :-2], stored[:, -2], stored[:, -1]
-        return torch.cat([part.flatten() for part in parts])[rows]
-
-
-QKV_LAYOUTS: dict[bool | str, type[ReorderedQKV]] = {
-    False: ReorderedQKV,
-    "parts": FusedTensorQKV,
-    "heads": InterleavedQKV,
-}
-"""`LayerConfig.fused_qkv` -> the class."""

@@ -13,7 +13,6 @@ Legend: T tokens, E experts, k experts per token, I intermediate size of an expe
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -22,7 +21,7 @@ from torch import nn
 from nanoengine.checkpoint.layer_config import MoEConfig
 from nanoengine.checkpoint.quantization import MXFP4_EXPERTS
 from nanoengine.checkpoint.slots import MatrixPart, WeightSlot, full_slots
-from nanoengine.layers.kernels import LinearMethod
+from nanoengine.layers.kernels import LinearMethod, relu2
 from nanoengine.layers.layer import Layer, ModelContext
 from nanoengine.layers.linear import Linear
 from nanoengine.layers.quantized import QuantizedLinear
@@ -53,7 +52,7 @@ class Router(FullPrecisionLinear):
     def __init__(
         self, path: str, hidden_size: int, moe: MoEConfig, *, context: ModelContext
     ) -> None:
-        super().__init__(path, hidden_size, moe.num_experts, bias=moe.router_bias, context=context)
+        super().__init__(path, hidden_size, moe.num_experts, bias=moe.bias, context=context)
         wide = torch.promote_types(context.dtype, torch.float32)
         self.moe, self.e_score_correction_bias = moe, None
         if moe.correction_bias:
@@ -101,12 +100,8 @@ class Router(FullPrecisionLinear):
 
 
 class Expert(Layer):
-    """One small MLP; its two matrices are `LinearMethod`s, as in all linear layers.
-
-    Args:
-        activation: a key of `GATES`, used if `ungated` is None.
-        ungated: the activation of an expert without a gate.
-    """
+    """One small MLP; its two matrices are `LinearMethod`s, as in all linear layers. `activation`:
+    see `LayerConfig.hidden_act`."""
 
     def __init__(
         self,
@@ -114,12 +109,11 @@ class Expert(Layer):
         hidden_size: int,
         local: int,
         activation: str,
-        ungated: Callable[[torch.Tensor], torch.Tensor] | None,
         *,
         context: ModelContext,
     ) -> None:
         super().__init__()
-        self.ungated, up = ungated, local if ungated else 2 * local
+        up = local if activation == "relu2" else 2 * local
         storage = context.stored_dtype, context.device
         self.gate_up = context.kernels.linear(f"{path}.gate_up_proj")
         self.gate_up.create((up, hidden_size), *storage)
@@ -131,8 +125,8 @@ class Expert(Layer):
         self, hidden: torch.Tensor, bias: torch.Tensor | None, down_bias: torch.Tensor | None
     ) -> torch.Tensor:
         """[T, hidden_size] -> the same; `bias` is the bias of gate and up, [2 I]."""
-        if self.ungated is not None:
-            gated = self.ungated(self.gate_up.apply(hidden, bias))
+        if self.activation == "relu2":
+            gated = relu2(self.gate_up.apply(hidden, bias))
         elif bias is None:
             gated = self.gate_up.apply_gated(hidden, self.activation, self.kernels)
         else:
@@ -154,22 +148,21 @@ class Experts(Layer):
         hidden_size: int,
         moe: MoEConfig,
         activation: str = "silu",
-        ungated: Callable[[torch.Tensor], torch.Tensor] | None = None,
         *,
         context: ModelContext,
     ) -> None:
         super().__init__()
-        self.moe, self.shard = moe, context.shard
+        self.moe, self.shard, self.activation = moe, context.shard, activation
         num_experts, intermediate_size = moe.num_experts, moe.intermediate_size
         self.shape = (num_experts, intermediate_size, hidden_size)
         self.part = context.shard.slice(intermediate_size, "moe_intermediate_size")
         self.local = self.part.stop - self.part.start
         self.experts = nn.ModuleList(
-            Expert(f"{path}.{index}", hidden_size, self.local, activation, ungated, context=context)
+            Expert(f"{path}.{index}", hidden_size, self.local, activation, context=context)
             for index in range(num_experts)
         )
         self.gate_up_bias = self.down_bias = None
-        if moe.expert_bias:
+        if moe.bias:
             self.gate_up_bias = context.parameter(num_experts, 2 * self.local)
             self.down_bias = context.parameter(num_experts, hidden_size)
         self.all_reduce = context.all_reduce
@@ -210,7 +203,7 @@ class Experts(Layer):
         gate = MatrixPart((inner, hidden), (self.part,))
         parts = {"gate_proj": gate, "up_proj": gate._replace(first=self.local)}
         methods, name = [each.gate_up for each in self.experts], "gate_up_proj"
-        if not self.moe.gated:
+        if self.activation == "relu2":
             parts, name, rows = {"up_proj": gate}, "up_proj", self.part
         slots = self._stack(f"{path}.{name}", methods, parts, (rows, all_rows))
         parts = {"down_proj": MatrixPart((hidden, inner), (all_rows, self.part))}
@@ -281,5 +274,5 @@ class Experts(Layer):
     def _gate_up_rows(self) -> torch.Tensor:
         """Indices of this rank's rows in the checkpoint's gate and up, gate first: [2 I]."""
         rows = torch.arange(2 * self.shape[1])
-        halves = rows.view(-1, 2).T if self.moe.interleaved else rows.view(2, -1)
+        halves = rows.view(-1, 2).T if self.moe.inputs_first else rows.view(2, -1)
         return halves[:, self.part].flatten()

@@ -2,7 +2,7 @@
 
 `Kernels.rms_norm` computes RMSNorm; attention backends apply the QK norm before they store keys.
 
-`norms.py` has LayerNorm, RMSNorm with 1 + weight, and QK norms over all heads.
+`norms.py` has RMSNorm with 1 + weight, and QK norms over all heads.
 
 Source: Zhang and Sennrich, "Root Mean Square Layer Normalization" (arXiv 1910.07467).
 

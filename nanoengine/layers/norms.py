@@ -1,9 +1,9 @@
-"""Further norms: RMSNorm with 1 + weight, LayerNorm, and QK norms over all heads.
+"""Further norms: RMSNorm with 1 + weight, and QK norms over all heads.
 
 If a family rounds after it multiplies by the weight, the weight has a wider dtype than the model.
 Called by `models/generic.py` and `models/gemma4.py`.
 
-Source: Ba et al., "Layer Normalization" (arXiv 1607.06450); OLMo 2 (arXiv 2501.00656).
+Source: OLMo 2 (arXiv 2501.00656).
 
 Legend: T tokens, H / K query / KV heads of this rank, D head dim.
 """
@@ -18,19 +18,17 @@ import torch.nn.functional as F
 from nanoengine.attention.base import AttentionSpec, HeadNormWeights
 from nanoengine.checkpoint.config import ModelConfig
 from nanoengine.checkpoint.layer_config import NormKind
-from nanoengine.checkpoint.slots import WeightSlot, full_slots, ordered
-from nanoengine.layers.layer import Layer, ModelContext
+from nanoengine.checkpoint.slots import WeightSlot, ordered
+from nanoengine.layers.layer import ModelContext
 from nanoengine.layers.layouts import head_order
 from nanoengine.layers.norm import HeadNorm, RMSNorm
 
 
-def make_norm(config: ModelConfig, context: ModelContext) -> RMSNorm | LayerNorm:
+def make_norm(config: ModelConfig, context: ModelContext) -> RMSNorm:
     """Makes the family's norm over the hidden size."""
-    kind, sizes = config.plan.norm, (config.hidden_size, config.rms_norm_eps)
-    if kind == "layer":
-        return LayerNorm(*sizes, bias=config.plan.norm_bias, context=context)
+    kind, dtype = config.plan.norm, norm_dtype(config.plan.norm, context.dtype)
     norm = CenteredNorm if kind == "one_plus_weight" else RMSNorm
-    return norm(*sizes, context=context, dtype=norm_dtype(kind, context.dtype))
+    return norm(config.hidden_size, config.rms_norm_eps, context=context, dtype=dtype)
 
 
 def norm_dtype(kind: NormKind, dtype: torch.dtype) -> torch.dtype:
@@ -47,29 +45,6 @@ class CenteredNorm(RMSNorm):
 
     def store(self, stored: torch.Tensor) -> None:
         self.weight.copy_(stored.to(self.weight.dtype) + 1)
-
-
-class LayerNorm(Layer):
-    """(x - mean(x)) / std(x) * weight, plus a bias if the checkpoint has one; in plain torch."""
-
-    def __init__(self, size: int, eps: float, *, bias: bool, context: ModelContext) -> None:
-        super().__init__()
-        self.size, self.eps = size, eps
-        dtype = norm_dtype("layer", context.dtype)
-        self.weight = context.parameter(size, dtype=dtype)
-        self.bias = context.parameter(size, dtype=dtype) if bias else None
-
-    def forward(
-        self, x: torch.Tensor, residual: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `RMSNorm.forward`."""
-        total = x if residual is None else x + residual
-        wide = total.to(self.weight.dtype)
-        normed = F.layer_norm(wide, (self.size,), self.weight, self.bias, self.eps)
-        return normed.to(x.dtype), total
-
-    def weight_slots(self, path: str) -> dict[str, WeightSlot]:
-        return full_slots(path, weight=self.weight, bias=self.bias)
 
 
 class ReorderedHeadNorm(HeadNorm):

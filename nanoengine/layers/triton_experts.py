@@ -13,9 +13,9 @@ It has run in Triton's interpreter; it has not run on a GPU yet.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +23,7 @@ import torch
 from nanoengine.checkpoint.layer_config import MoEConfig
 from nanoengine.kernels import triton_experts, triton_routing
 from nanoengine.kernels.launch import Constants, cdiv, launch, next_power_of_2
-from nanoengine.layers.kernels import LinearMethod
+from nanoengine.layers.kernels import LinearMethod, relu2
 from nanoengine.layers.moe import Experts, Router
 from nanoengine.layers.triton_linear import (
     DTYPES,
@@ -76,7 +76,7 @@ class TritonExperts:
         all_experts: Sequence[Any] = list(experts.experts)
         self.router, self.all_reduce = router, experts.all_reduce
         gate, activation = all_experts[0].kernels.gate, all_experts[0].activation
-        self.activate = all_experts[0].ungated or functools.partial(gate, activation=activation)
+        self.activate = relu2 if activation == "relu2" else partial(gate, activation=activation)
         self.deterministic = isinstance(all_experts[0].down, TritonLinear)
         self.gate_up = stack_weights([each.gate_up for each in all_experts])
         self.down = stack_weights([each.down for each in all_experts])
@@ -149,7 +149,7 @@ def route(
     tokens, top_k, experts = len(logits), moe.num_experts_per_tok, moe.num_experts
     steps = cdiv(tokens, ROUTED_TOKENS * MAX_BLOCKS)
     blocks = cdiv(tokens, ROUTED_TOKENS * steps)
-    new = functools.partial(torch.empty, dtype=torch.int32, device=logits.device)
+    new = partial(torch.empty, dtype=torch.int32, device=logits.device)
     weights, ids = logits.new_empty((tokens, top_k)), new((tokens, top_k))
     counts, order = new((blocks, experts)), new(tokens * top_k)
     starts, tiles = new(experts + 1), new(experts)
@@ -182,7 +182,7 @@ def tile_rows(per_expert: float) -> int:
     return 16 if per_expert <= 8 else 64 if per_expert <= 64 else 128
 
 
-@functools.cache
+@cache
 def expert_config(
     arch: int, out_features: int, dtype: torch.dtype, rows: int, form: StackForm
 ) -> GemmConfig:

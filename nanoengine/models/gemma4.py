@@ -44,7 +44,6 @@ from nanoengine.layers.moe import Experts, Router
 from nanoengine.layers.norms import ReorderedHeadNorm, make_norm
 from nanoengine.models.decoder import select_rows
 from nanoengine.models.generic import (
-    ACTIVATIONS,
     GenericAttention,
     GenericDecoder,
     GenericLayer,
@@ -257,7 +256,6 @@ class Gemma4Layer(GenericLayer):
             self.experts = Experts(f"{path}.experts", hidden, moe, plan.hidden_act, context=context)
             self.routed: Callable[..., torch.Tensor] = self._sequential_experts
             norms += "post_mlp_norm", "post_experts_norm", "pre_experts_norm"
-        self.activation = ACTIVATIONS[plan.hidden_act]
         if gemma4.input_size:
             self.per_layer_input_gate = replicated_linear(
                 f"{path}.per_layer_input_gate", hidden, gemma4.input_size, context
@@ -299,7 +297,8 @@ class Gemma4Layer(GenericLayer):
         x = x + self._mlp_and_experts(normed, x)
         if inputs is not None:
             layer_input = select_rows(inputs[:, self.index], rows)
-            gated = self.activation(self.per_layer_input_gate(x)) * layer_input
+            gate = self.per_layer_input_gate(x)
+            gated = F.gelu(gate, approximate="tanh") * layer_input
             projected, norm = self.per_layer_projection(gated), self.post_per_layer_input_norm
             x = x + self._norm_and_scale(norm, projected)
         return x * self.layer_scalar
@@ -307,7 +306,7 @@ class Gemma4Layer(GenericLayer):
     def _mlp_and_experts(self, normed: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """Applies MLP and experts, in parallel, and their norms; returns what is added to x."""
         if self.experts is None:
-            return self.mlp_branch(normed)
+            return self._norm_and_scale(self.mlp_output_norm, self.mlp(normed))
         dense = self._norm_and_scale(self.post_mlp_norm, self.mlp(normed))
         sparse = self.routed(self._norm_and_scale(self.pre_experts_norm, x), x)
         both = dense + self._norm_and_scale(self.post_experts_norm, sparse)

@@ -1,11 +1,11 @@
 """Replacements for the parts of `decoder.py`, selected by `LayerConfig`, for other families.
 
     GenericLM         scaled or soft-capped logits
-    GenericDecoder    scaled embeddings, learned positions, several RoPE configurations
-    GenericLayer      pre-norms, post-norms, sandwich norms, or parallel attention and MLP; MLPs
-                      without a gate; recurrent layers instead of attention
-    GenericAttention  other weight layouts, multipliers, soft caps, sinks, other QK norms
-    UnfusedAttention  output gates, and everything else that no backend supports
+    GenericDecoder    scaled embeddings, several RoPE configurations
+    GenericLayer      pre-norms, post-norms or sandwich norms; MLPs without a gate; recurrent layers
+                      instead of attention
+    GenericAttention  other weight layouts, multipliers, soft caps, sinks, other QK norms; output
+                      gates, and everything else that no backend supports
 
 `loader.py` uses them if a config needs any of them. Experts (`moe.py`) and recurrent layers
 (`linear_attention.py`) are imported only for configs that have them.
@@ -15,30 +15,25 @@ Legend: T tokens, L tokens with logits, H / K query / KV heads of this rank, D h
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from nanoengine.attention.base import AttentionSpec, Rotation, rotate
 from nanoengine.attention.batch import Batch
 from nanoengine.checkpoint.config import ModelConfig
-from nanoengine.checkpoint.layer_config import LayerConfig
 from nanoengine.checkpoint.rope import RopeConfig
 from nanoengine.checkpoint.slots import WeightSlot
 from nanoengine.errors import ConfigError
 from nanoengine.layers import layouts
 from nanoengine.layers.embedding import Embedding, OutputHead
-from nanoengine.layers.kernels import Masks
+from nanoengine.layers.kernels import Masks, relu2
 from nanoengine.layers.layer import Layer, ModelContext
 from nanoengine.layers.linear import MergedLinear, QKVLinear, RowParallelLinear
 from nanoengine.layers.norm import RMSNorm
-from nanoengine.layers.norms import AllHeadsNorm, LayerNorm, ReorderedHeadNorm, make_norm
-from nanoengine.layers.rotary import RotaryEmbedding
+from nanoengine.layers.norms import AllHeadsNorm, ReorderedHeadNorm, make_norm
 from nanoengine.models.decoder import (
     CausalLM,
     Decoder,
@@ -49,26 +44,17 @@ from nanoengine.models.decoder import (
     select_rows,
 )
 
-Norm = RMSNorm | LayerNorm | None
-
 
 class GenericLM(CausalLM):
-    """A language model of any family, on one rank.
-
-    Attributes:
-        layer_class: the class of its layers; None: `GenericLayer`.
-    """
-
-    layer_class: type[GenericLayer] | None = None
+    """A language model of any family, on one rank."""
 
     def __init__(self, config: ModelConfig, context: ModelContext) -> None:
         Layer.__init__(self)
         self.config = config
         self.model = self.make_decoder(config, context)
-        plan, tied = config.plan, config.tie_word_embeddings
-        softcap, scales = plan.final_logit_softcapping is not None, plan.logit_scale != 1
-        head = OutputHead if not (softcap or scales) else partial(SoftcapLMHead, plan)
-        self.lm_head = head("lm_head", self.model.embed_tokens, tied=tied, context=context)
+        tied, embedding = config.tie_word_embeddings, self.model.embed_tokens
+        head = self.lm_head = SoftcapLMHead("lm_head", embedding, tied=tied, context=context)
+        head.scale, head.cap = config.plan.logit_scale, config.plan.final_logit_softcapping
         if config.states is not None:
             from nanoengine.models.linear_attention import RecurrentLayer
 
@@ -76,7 +62,7 @@ class GenericLM(CausalLM):
 
     def make_decoder(self, config: ModelConfig, context: ModelContext) -> GenericDecoder:
         """Makes embedding, layers and last norm."""
-        return GenericDecoder(config, context, self.layer_class or GenericLayer)
+        return GenericDecoder(config, context, GenericLayer)
 
     @property
     def graph_safe(self) -> bool:
@@ -84,16 +70,13 @@ class GenericLM(CausalLM):
 
 
 class SoftcapLMHead(OutputHead):
-    """An output head with scaled logits, or a soft cap.
+    """An output head that may scale logits, or have a soft cap (None: it has none).
 
     Why the hidden states are scaled, not the logits: they have fewer elements.
     """
 
-    def __init__(
-        self, plan: LayerConfig, *arguments: Any, context: ModelContext, tied: bool
-    ) -> None:
-        super().__init__(*arguments, context=context, tied=tied)
-        self.scale, self.cap = plan.logit_scale, plan.final_logit_softcapping
+    scale: float
+    cap: float | None
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         return self._softcap(super().forward(self._scale(hidden)))
@@ -132,10 +115,6 @@ class GenericDecoder(Decoder):
         self.executed_layers: list[LayerCall] = list(self.layers)
         self.norm = make_norm(config, context)
 
-    def forward(self, batch: Batch) -> torch.Tensor:
-        x = self.embed_tokens(batch.token_ids)
-        return self.forward_layers(x, self.rotary(batch.positions), batch)
-
 
 class ScaledEmbedding(Embedding):
     """An embedding times the family's embedding multiplier."""
@@ -159,10 +138,9 @@ class RotaryEmbeddings(Layer):
         self, ropes: list[tuple[RopeConfig | None, ModelConfig]], context: ModelContext
     ) -> None:
         super().__init__()
-        plan = ropes[0][1].plan
-        rotary = RotaryEmbedding if plan.rotary_dim is None else layouts.PartialRotary
         self.rotaries = nn.ModuleList(
-            (rotary if rope else layouts.NoRotary)(rope, config, context) for rope, config in ropes
+            (layouts.PartialRotary if rope else layouts.NoRotary)(rope, config, context)
+            for rope, config in ropes
         )
 
     def forward(self, positions: torch.Tensor) -> list[Rotation]:
@@ -187,20 +165,16 @@ class GenericLayer(DecoderLayer):
         setattr(self, mixer.name, mixer)  # named as in checkpoints
         self.mixer, self.mlp = mixer, make_mlp(f"{path}.mlp", index, config, context)
         norms, self.scale = config.plan.norms, config.plan.residual_multiplier
-        self.is_parallel = norms in ("parallel", "parallel each")
-        has_pre_norm, has_post_norm = norms != "post", norms in ("post", "sandwich")
 
-        def norm(is_present: bool) -> Norm:
-            return make_norm(config, context) if is_present else None
+        def norm(without: str) -> RMSNorm | None:
+            return make_norm(config, context) if norms != without else None
 
-        self.input_layernorm = norm(has_pre_norm)
-        self.attention_output_norm = norm(has_post_norm)
-        self.post_attention_layernorm = norm(has_pre_norm and norms != "parallel")
-        self.mlp_output_norm = norm(has_post_norm)
+        self.input_layernorm, self.post_attention_layernorm = norm("post"), norm("post")
+        self.attention_output_norm, self.mlp_output_norm = norm("pre"), norm("pre")
 
     @property
     def needs_torch(self) -> bool:
-        return self.is_parallel or getattr(self.mixer, "needs_torch", True)
+        return getattr(self.mixer, "needs_torch", True)
 
     def forward(
         self,
@@ -213,26 +187,18 @@ class GenericLayer(DecoderLayer):
         x, residual = add_and_norm(self.input_layernorm, x, residual)
         attended = self.mixer(x, rotations[self.rotation], batch, rows)
         residual = select_rows(residual, rows)
-        if self.is_parallel:
-            x, mlp_norm = select_rows(x, rows), self.post_attention_layernorm
-            x = x if mlp_norm is None else mlp_norm(residual, None)[0]
-            return self._norm_and_scale(None, attended + self.mlp(x)), residual
         attended = self._norm_and_scale(self.attention_output_norm, attended)
         x, residual = add_and_norm(self.post_attention_layernorm, attended, residual)
-        return self.mlp_branch(x), residual
+        return self._norm_and_scale(self.mlp_output_norm, self.mlp(x)), residual
 
-    def mlp_branch(self, x: torch.Tensor) -> torch.Tensor:
-        """Applies MLP, post-norm and residual multiplier to x, the output of the pre-norm."""
-        return self._norm_and_scale(self.mlp_output_norm, self.mlp(x))
-
-    def _norm_and_scale(self, norm: Norm, x: torch.Tensor) -> torch.Tensor:
+    def _norm_and_scale(self, norm: RMSNorm | None, x: torch.Tensor) -> torch.Tensor:
         """Applies the post-norm, if there is one, and the residual multiplier."""
         x = x if norm is None else norm(x, None)[0]
         return x if self.scale == 1 else x * self.scale
 
 
 def add_and_norm(
-    norm: Norm, x: torch.Tensor, residual: torch.Tensor | None
+    norm: RMSNorm | None, x: torch.Tensor, residual: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns (norm(x + residual), x + residual).
 
@@ -262,23 +228,19 @@ def make_mixer(path: str, index: int, config: ModelConfig, context: ModelContext
         from nanoengine.models.mla import MLAAttention
 
         return MLAAttention(f"{path}.{MLAAttention.name}", index, config, context)
-    is_unfused = config.plan.output_gate or needs_torch(index, config, context)
-    attention = UnfusedAttention if is_unfused else GenericAttention
-    return attention(f"{path}.{attention.name}", index, config, context)
+    return GenericAttention(f"{path}.{GenericAttention.name}", index, config, context)
 
 
 def make_mlp(path: str, index: int, config: ModelConfig, context: ModelContext) -> Layer:
     """Makes the MLP of layer `index`, whose full name is `path`: [T, hidden_size] -> the same."""
     plan = config.plan
     gated = PackedGatedMLP if plan.fused_gate_up else ScaledGatedMLP if plan.falcon_h1 else GatedMLP
+    kind = PlainMLP if plan.hidden_act == "relu2" else gated
     if config.moe is not None and index in config.moe.layers:
         from nanoengine.models.moe import SparseMLP
 
-        if not config.moe.gated:
-            activation = ACTIVATIONS[plan.hidden_act]
-            return SparseMLP(path, config, context, PlainMLP, activation)
-        return SparseMLP(path, config, context, gated)
-    return (gated if plan.gated_mlp else PlainMLP)(path, config.intermediate_size, config, context)
+        return SparseMLP(path, config, context, kind)
+    return kind(path, config.intermediate_size, config, context)
 
 
 class PackedGatedMLP(GatedMLP):
@@ -301,51 +263,67 @@ class ScaledGatedMLP(GatedMLP):
         return self.down_proj(self.kernels.gate(gate_up, self.activation)) * self.multipliers[1]
 
 
-ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "gelu": F.gelu,
-    "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "relu2": lambda x: F.relu(x).square_(),
-}
-"""`hidden_act` of a config -> the activation of an MLP without a gate, in plain torch on every
-device."""
-
-
 class PlainMLP(Layer):
-    """down(act(up(x))): an MLP without a gate; `size` is the intermediate size."""
+    """down(relu(up(x)) ** 2): an MLP without a gate; `size` is the intermediate size."""
 
     def __init__(self, path: str, size: int, config: ModelConfig, context: ModelContext) -> None:
         super().__init__()
-        plan, hidden = config.plan, config.hidden_size
-        self.act_fn = ACTIVATIONS[plan.hidden_act]
+        bias, hidden = config.plan.mlp_bias, config.hidden_size
         self.up_proj = MergedLinear(
-            f"{path}.up_proj", hidden, {"up_proj": size}, bias=plan.mlp_bias, context=context
+            f"{path}.up_proj", hidden, {"up_proj": size}, bias=bias, context=context
         )
         self.down_proj = RowParallelLinear(
-            f"{path}.down_proj", size, hidden, bias=plan.mlp_bias, context=context
+            f"{path}.down_proj", size, hidden, bias=bias, context=context
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(self.act_fn(self.up_proj(x)))
+        return self.down_proj(relu2(self.up_proj(x)))
 
 
 class GenericAttention(SelfAttention):
-    """The attention of any family, if backends support everything between its two projections.
+    """The attention of any family. In plain torch it computes what no backend supports: output
+    gates, query scales that depend on the position, and QK norms after RoPE or over the heads of
+    several ranks.
+
+    Raises:
+        ConfigError: the model has attention sinks, which the backend does not support.
 
     Attributes:
         name: the module's name in a checkpoint's layer.
+        num_gates: outputs of the QKV projection before the heads.
         needs_torch: some operations run in plain torch, so no fused kernel supports the layer.
     """
 
-    name, needs_torch = "self_attn", False
+    name = "self_attn"
+
+    def __init__(self, path: str, index: int, config: ModelConfig, context: ModelContext) -> None:
+        super().__init__(path, index, config, context)
+        plan, rope, spec = config.plan, config.ropes[index], self.attention.spec
+        self.num_heads, self.num_kv_heads = spec.num_heads, spec.num_kv_heads
+        size = 1 if plan.output_gate == "per_head" else self.head_dim if plan.output_gate else 0
+        self.num_gates = size * spec.num_heads
+        self.norms_after_rope = plan.qk_norm == "post_rope"
+        self.norms_over_ranks = plan.qk_norm == "all_heads" and self.norm_weights is None
+        self.scaling_beta = rope.llama_4_scaling_beta if rope else 0.0
+        self.original_len = rope.original_max_position_embeddings if rope else 0
+        self.needs_torch = bool(self.norms_after_rope or self.norms_over_ranks or self.scaling_beta)
 
     def make_qkv(self, path: str, config: ModelConfig, context: ModelContext) -> QKVLinear:
-        return layouts.QKV_LAYOUTS[config.plan.fused_qkv](path, config, context)
+        kind = layouts.FusedTensorQKV if config.plan.fused_qkv else layouts.ReorderedQKV
+        return kind(path, config, context)
 
     def make_spec(self, index: int, config: ModelConfig, context: ModelContext) -> AttentionSpec:
         plan, plain = config.plan, super().make_spec(index, config, context)
-        heads = config.num_attention_heads
+        heads, backend, self.sinks = config.num_attention_heads, context.kernels.attention, None
         self.sinks_part = (heads,), (context.shard.slice(heads, "num_attention_heads"),)
-        self.sinks = make_sinks(plain.num_heads, context) if plan.attention_sinks else None
+        if plan.attention_sinks and not backend.supports_sinks:
+            raise ConfigError(
+                f"attention_backend={backend.name!r} does not support this model's attention sinks:"
+                " set attention_backend='auto'"
+            )
+        if plan.attention_sinks:
+            wide = torch.promote_types(context.dtype, torch.float32)
+            self.sinks = context.parameter(plain.num_heads, dtype=wide)
         scale = plan.attention_multiplier or plain.scale
         return replace(plain, scale=scale, softcap=plan.attn_logit_softcapping, sinks=self.sinks)
 
@@ -359,49 +337,11 @@ class GenericAttention(SelfAttention):
         shape, part = self.sinks_part
         return {f"{path}.sinks": WeightSlot(shape=shape, part=part, store=self.sinks.copy_)}
 
-
-def make_sinks(num_heads: int, context: ModelContext) -> torch.Tensor:
-    """Makes the parameter for a layer's attention sinks, one per head.
-
-    Raises:
-        ConfigError: the attention backend does not support sinks.
-    """
-    backend, wide = context.kernels.attention, torch.promote_types(context.dtype, torch.float32)
-    if not backend.supports_sinks:
-        raise ConfigError(
-            f"attention_backend={backend.name!r} does not support this model's attention sinks: set"
-            " attention_backend='auto'"
-        )
-    return context.parameter(num_heads, dtype=wide)
-
-
-def needs_torch(index: int, config: ModelConfig, context: ModelContext) -> bool:
-    """Whether the attention of layer `index` needs `UnfusedAttention`, apart from output gates."""
-    norm, rope = config.plan.qk_norm, config.ropes[index]
-    is_split = norm == "all_heads" and context.shard.world_size > 1
-    scales_queries = rope is not None and rope.llama_4_scaling_beta != 0
-    return is_split or scales_queries or norm == "post_rope"
-
-
-class UnfusedAttention(GenericAttention):
-    """Attention with features that no backend supports: output gates, query scales that depend on
-    the position, and QK norms after RoPE or over the heads of several ranks."""
-
-    def __init__(self, path: str, index: int, config: ModelConfig, context: ModelContext) -> None:
-        super().__init__(path, index, config, context)
-        plan, rope, spec = config.plan, config.ropes[index], self.attention.spec
-        self.num_heads, self.num_kv_heads = spec.num_heads, spec.num_kv_heads
-        size = 1 if plan.output_gate == "per_head" else self.head_dim if plan.output_gate else 0
-        self.num_gates = size * spec.num_heads
-        self.norms_after_rope = plan.qk_norm == "post_rope"
-        self.norms_over_ranks = plan.qk_norm == "all_heads" and self.norm_weights is None
-        self.scaling_beta = rope.llama_4_scaling_beta if rope else 0.0
-        self.original_len = rope.original_max_position_embeddings if rope else 0
-        self.needs_torch = needs_torch(index, config, context)
-
     def forward(
         self, x: torch.Tensor, rotation: Rotation, batch: Batch, rows: torch.Tensor | None
     ) -> torch.Tensor:
+        if not (self.needs_torch or self.num_gates):
+            return super().forward(x, rotation, batch, rows)
         projected = self.qkv_proj(x)
         gates, heads = projected[:, : self.num_gates], projected[:, self.num_gates :].contiguous()
         heads = heads.view(len(x), -1, self.head_dim)
@@ -410,7 +350,10 @@ class UnfusedAttention(GenericAttention):
         if self.scaling_beta:
             heads[:, : self.num_heads] *= self._query_scale(batch.positions).to(heads.dtype)
         if self.norms_after_rope:
-            attended = self._attend_norm_after_rope(heads, rotation, batch)
+            counts = self.num_heads, self.num_kv_heads
+            qk, v = heads.split((sum(counts), self.num_kv_heads), dim=1)
+            q, k = self.head_norm(rotate(qk, rotation, None)).split(counts, dim=1)
+            attended = self.attention.backend.forward(q, k, v, self.attention.cache, batch)
         else:
             attended = self.attention(heads, rotation, self.norm_weights, batch)
         attended = select_rows(attended, rows)
@@ -418,15 +361,6 @@ class UnfusedAttention(GenericAttention):
             gates = select_rows(gates, rows).sigmoid()
             attended = attended * gates.unflatten(1, (self.num_heads, -1))
         return self.o_proj(attended.flatten(1))
-
-    def _attend_norm_after_rope(
-        self, heads: torch.Tensor, rotation: Rotation, batch: Batch
-    ) -> torch.Tensor:
-        """Applies RoPE and then the QK norm in plain torch, stores keys and values, and attends."""
-        counts = self.num_heads, self.num_kv_heads
-        qk, v = heads.split((sum(counts), self.num_kv_heads), dim=1)
-        q, k = self.head_norm(rotate(qk, rotation, None)).split(counts, dim=1)
-        return self.attention.backend.forward(q, k, v, self.attention.cache, batch)
 
     def _query_scale(self, positions: torch.Tensor) -> torch.Tensor:
         """Positions [T] -> the factors of their queries, [T, 1, 1]. Source: Llama 4."""

@@ -142,21 +142,17 @@ def model_class(config: ModelConfig) -> type[CausalLM]:
     plans = LayerConfig(**ignored), LayerConfig(**ignored, qk_norm="per_head")
     (rope, *more_ropes) = set(config.ropes)
     plain_rope = not more_ropes and rope is not None and not rope.llama_4_scaling_beta
-    dense = config.moe is None and config.states is None
+    dense = config.moe is None and config.states is None and config.plan.hidden_act != "relu2"
     if dense and plain_rope and replace(config.plan, **ignored) in plans:
         return CausalLM
     if config.plan.gemma4 is not None:
         from nanoengine.models.gemma4 import Gemma4LM
 
         return Gemma4LM
-    if config.plan.falcon_h1 is not None:
-        from nanoengine.models.mamba_layers import FalconH1LM
+    if config.plan.falcon_h1 is not None or config.plan.layers_block_type is not None:
+        from nanoengine.models.mamba_layers import MambaLM
 
-        return FalconH1LM
-    if config.plan.layers_block_type is not None:
-        from nanoengine.models.mamba_layers import NemotronHLM
-
-        return NemotronHLM
+        return MambaLM
     from nanoengine.models.generic import GenericLM
 
     return GenericLM

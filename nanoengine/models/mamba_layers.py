@@ -13,12 +13,12 @@ import torch
 from nanoengine.attention.base import Rotation
 from nanoengine.attention.batch import Batch
 from nanoengine.checkpoint.config import ModelConfig
-from nanoengine.checkpoint.layer_config import FalconH1Multipliers
 from nanoengine.layers.layer import Layer, ModelContext
 from nanoengine.layers.norms import make_norm
 from nanoengine.models.decoder import select_rows
 from nanoengine.models.generic import (
     GenericAttention,
+    GenericDecoder,
     GenericLayer,
     GenericLM,
     make_mixer,
@@ -33,28 +33,18 @@ class FalconH1Layer(GenericLayer):
         self, index: int, rotation: int, config: ModelConfig, context: ModelContext
     ) -> None:
         super().__init__(index, rotation, config, context)
-        assert config.plan.falcon_h1 is not None
         path = f"model.layers.{index}.self_attn"
         self.self_attn = GenericAttention(path, index, config, context)
-        self.mixer = ParallelMixer(self.mixer, self.self_attn, config.plan.falcon_h1)
+        del self.mixer  # Mamba, which is also `self.mamba`
+        self.mixer, self.multipliers = self.mamba_and_attention, config.plan.falcon_h1
 
-
-class ParallelMixer(Layer):
-    """The mixer of a `FalconH1Layer`."""
-
-    needs_torch = True
-
-    def __init__(self, mamba: Layer, attention: Layer, multipliers: FalconH1Multipliers) -> None:
-        super().__init__()
-        # Why a tuple: they are submodules of the layer already, under the checkpoint's names.
-        self.mixers, self.multipliers = (mamba, attention), multipliers
-
-    def forward(
+    def mamba_and_attention(
         self, x: torch.Tensor, rotation: Rotation, batch: Batch, rows: torch.Tensor | None
     ) -> torch.Tensor:
-        scale, (mamba, attention) = self.multipliers, self.mixers
-        ssm_out = mamba(x * scale.ssm_in_multiplier, rotation, batch, rows)
-        attended = attention(x * scale.attention_in_multiplier, rotation, batch, rows)
+        """The layer's mixer."""
+        scale = self.multipliers
+        ssm_out = self.mamba(x * scale.ssm_in_multiplier, rotation, batch, rows)
+        attended = self.self_attn(x * scale.attention_in_multiplier, rotation, batch, rows)
         return ssm_out * scale.ssm_out_multiplier + attended * scale.attention_out_multiplier
 
 
@@ -92,13 +82,9 @@ class NemotronHLayer(GenericLayer):
         return self.mixer(x, rotations[self.rotation], batch, rows), select_rows(residual, rows)
 
 
-class FalconH1LM(GenericLM):
-    """Falcon-H1."""
+class MambaLM(GenericLM):
+    """Falcon-H1 or Nemotron-H."""
 
-    layer_class = FalconH1Layer
-
-
-class NemotronHLM(GenericLM):
-    """Nemotron-H."""
-
-    layer_class = NemotronHLayer
+    def make_decoder(self, config: ModelConfig, context: ModelContext) -> GenericDecoder:
+        layer = NemotronHLayer if config.plan.falcon_h1 is None else FalconH1Layer
+        return GenericDecoder(config, context, layer)

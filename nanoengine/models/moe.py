@@ -26,7 +26,6 @@ class SparseMLP(Layer):
 
     Args:
         shared_class: the class of the shared expert.
-        ungated: the activation of experts without a gate; None: experts have a gate.
 
     Attributes:
         routed: computes router and experts, [T, hidden_size] -> the same. After loading, a fused
@@ -39,14 +38,13 @@ class SparseMLP(Layer):
         config: ModelConfig,
         context: ModelContext,
         shared_class: type[Layer] = GatedMLP,
-        ungated: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
         super().__init__()
         moe, hidden = config.moe, config.hidden_size
         assert moe is not None
         self.gate = Router(f"{path}.gate", hidden, moe, context=context)
         self.experts = Experts(
-            f"{path}.experts", hidden, moe, config.plan.hidden_act, ungated, context=context
+            f"{path}.experts", hidden, moe, config.plan.hidden_act, context=context
         )
         self.shared_experts = self.shared_expert_gate = None
         if moe.shared_size:

@@ -245,8 +245,11 @@ class TransformersLM(Layer):
         except WeightLoadError:
             raise
         except Exception as error:  # transformers' modules raise anything
+            # Why: the modules of Falcon look the name up in a table of their own.
+            is_unknown = isinstance(error, KeyError) and error.args == (INTERFACE,)
+            reason = "its attention has an interface of its own" if is_unknown else truncate(error)
             raise UnsupportedModelError(
-                f"{config.architecture} cannot run in transformers' modules: {truncate(error)}"
+                f"{config.architecture} cannot run in transformers' modules: {reason}"
             ) from error
         self.attention_layers = [
             Attention(replace(spec, sliding_window=window), context.kernels.attention)

@@ -44,7 +44,7 @@ def raw_config(family: str) -> dict[str, Any]:
     raw = make_config(family).to_dict()
     names = IMAGE_MODELS if family.endswith("_vision") else CAUSAL_MODELS
     raw["architectures"] = [names[raw["model_type"]]]
-    if raw.keys() & {"layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon"}:
+    if raw.keys() & {"layer_norm_epsilon", "norm_eps"}:
         raw.pop("rms_norm_eps", None)  # The test models set it, but the class lacks it.
     return raw
 

@@ -45,7 +45,6 @@ NAMES = {"architectures", "model_type", "text_config"}
 
 PROPERTIES = {(family, "layer_types") for family in ("bamba", "falcon_h1", "nemotron_h")}
 """Keys that transformers computes from others. It may raise if a file has them."""
-PROPERTIES |= {("falcon", "head_dim")}
 PROPERTIES |= {("nemotron_h", "mamba_proj_bias")}  # The model code of transformers ignores it.
 
 
@@ -70,7 +69,7 @@ def configs(family: str) -> Iterator[Raw]:
         raw |= {"partial_rotary_factor": rope["partial_rotary_factor"]}
     if rope.get("rope_type", "default") != "default":
         raw |= {"rope_scaling": rope}
-    if raw.keys() & {"layer_norm_eps", "layer_norm_epsilon", "norm_eps"}:
+    if raw.keys() & {"layer_norm_epsilon", "norm_eps"}:
         raw.pop("rms_norm_eps", None)  # The test models set it, but the class lacks it.
     yield raw
     by_layer = ("layer_types", "mlp_layer_types", "no_rope_layers")
@@ -220,7 +219,7 @@ def test_every_key_is_read_by_some_family(monkeypatch: pytest.MonkeyPatch) -> No
             read |= spy.found.keys()
     in_dicts = COMMON_KEYS.union(*(a | b for a, b in ROPE_KEYS.values())) | {"llama_4_scaling_beta"}
     rejected = {key for key, spec in SCHEMA.items() if spec.if_unread == "reject"}
-    in_dicts |= {"alpha", "short_mscale", "long_mscale"}
+    in_dicts |= {"alpha"}
     absent_here = {"block_ff_dim"}
     assert SCHEMA.keys() - read - NAMES - in_dicts - rejected - absent_here == set()
 

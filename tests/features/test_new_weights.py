@@ -93,7 +93,6 @@ CASES = [
     ("gpt_oss", {}, {"dtype": "float32"}),
     ("deepseek_v3", {}, {"dtype": "float32"}),
     ("phi3", {}, {"dtype": "float32"}),
-    ("falcon", {}, {"dtype": "float32"}),
 ]
 
 

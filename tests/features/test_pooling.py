@@ -59,7 +59,7 @@ def assert_close(found, expected, atol=2e-5):
 # --- vectors --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_moe", "lfm2", "cohere"])
+@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_moe", "lfm2"])
 def test_embeddings_equal_hidden_states_of_transformers(tmp_path, family):
     model = make_pooled(tmp_path, "model", family)
     with LLM(tmp_path, **OPTIONS, max_model_len=128) as llm:
@@ -308,7 +308,7 @@ def test_a_head_of_one_class_scores_pairs(one_class):
                 llm.score("a", "b", template=template, **QUIET)
 
 
-def test_a_language_model_scores_pairs_by_the_probability_of_an_answer(lm):
+def test_a_language_model_scores_pairs_by_the_probability_of_an_answer(lm, tmp_path):
     directory, model = lm
     with LLM(directory, **OPTIONS) as llm:
         encode = llm.tokenizer.encode
@@ -323,6 +323,12 @@ def test_a_language_model_scores_pairs_by_the_probability_of_an_answer(lm):
         for answers in (["y"], ["y", "The little"]):
             with pytest.raises(RequestError, match="answers must be at least two words"):
                 llm.score("a", "b", answers=answers, **QUIET)
+    make_pooled(tmp_path, "lm", "cohere")  # its logits are scaled
+    with (
+        LLM(tmp_path, **OPTIONS, max_model_len=64) as llm,
+        pytest.raises(UnsupportedModelError, match="CohereForCausalLM has none"),
+    ):
+        llm.score("a", "b", answers=words, **QUIET)
 
 
 def test_without_a_head_a_score_is_the_cosine_of_both_embeddings(lm):

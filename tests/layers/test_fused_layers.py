@@ -98,7 +98,6 @@ CASES = {
     "fused tensors": Case("phi3"),
     "MLP biases": Case("seed_oss"),
     "layers without RoPE": Case("smollm3"),
-    "experts without a kernel": Case("qwen3_moe", fields={"moe_intermediate_size": 24}),
     "sinks, biased experts": Case("gpt_oss"),
     "expert groups, a shared expert": Case("glm4_moe"),
     "experts with multipliers": Case("granitemoe"),
@@ -183,10 +182,10 @@ def test_selecting_rows_in_the_last_layer_changes_no_output(family: str, monkeyp
     ("family", "options"),
     [
         ("hunyuan", {}),  # QK norm after RoPE
-        ("cohere2", {}),  # LayerNorm; parallel attention and MLP
         ("gemma4_moe", {}),  # experts in parallel with an MLP
         ("llama", {"dtype": "float64"}),  # linear-layer kernels support float32 only
         ("llama", {"attention_backend": "naive"}),
+        ("granitemoe", {"fields": {"intermediate_size": 20}}),  # experts of incomplete panels
     ],
 )
 def test_layers_without_a_kernel_run_step_by_step(family: str, options: Any) -> None:
@@ -200,7 +199,6 @@ def test_layers_with_and_without_experts_are_one_call() -> None:
     with load("qwen3_moe") as llm:
         stack = llm.engine.executor.model.model.executed_layers
         assert [len(layers.layers) for layers in stack] == [3]
-        assert stack[0].torch_mlp is None
 
 
 @pytest.mark.parametrize(("family", "calls"), [("qwen3", [[2]]), ("gemma3", [[1, 1], [1]])])

@@ -1,5 +1,5 @@
 """Models with random sizes and options: tokens of an engine with chunks and a small pool match
-transformers, whether the model is native (Falcon) or computed by transformers' modules."""
+transformers, whose modules compute the model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.engines import greedy, make_engine, random_prompts, run, toke
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 SIZE_KEYS = {
-    "falcon": "ffn_hidden_size", "opt": "ffn_dim", "gpt2": "n_inner", "gpt_bigcode": "n_inner",
+    "opt": "ffn_dim", "gpt2": "n_inner", "gpt_bigcode": "n_inner",
     "gptj": "n_inner",
 }  # fmt: skip
 """Family -> its key for the intermediate size, unless it is "intermediate_size"."""
@@ -56,9 +56,6 @@ def random_overrides(family: str, seed: int) -> dict[str, Any]:
             "layer_rope_theta": [draw.choice((0, 50.0, 1e4)) for _ in range(layers)],
             "embedding_multiplier": draw.choice((1.0, 3.0)),
         }
-    if family == "falcon":
-        found |= {"new_decoder_architecture": flags[3], "bias": flags[4], "num_kv_heads": kv_heads}
-        found |= {"num_ln_in_parallel_attn": 1} if flags[5] else {}
     if family == "gpt_bigcode":
         found["num_key_value_heads"] = 1
     if family == "gpt_neox":

@@ -107,7 +107,7 @@ def test_options_and_embeddings_match_the_native_model() -> None:
         ("BertLMHeadConfig", {}, ""),
         ("DiffLlamaConfig", HEADS, "2 layers call AttentionInterface 4 times"),
         ("MambaConfig", {}, "num_attention_heads"),
-        ("FalconConfig", {"num_attention_heads": 4}, ""),
+        ("FalconConfig", {"num_attention_heads": 4}, "modules: its attention has an interface"),
         (
             "LlamaConfig",
             {**HEADS, "rope_parameters": {
@@ -123,8 +123,6 @@ def test_what_the_cache_cannot_hold_is_refused(
     if kind == "BertLMHeadConfig":
         kind, fields = "BertConfig", {"num_attention_heads": 4, "is_decoder": False}
         reason = "its attention is not causal"
-    if kind == "FalconConfig":
-        reason = "cannot run in transformers' modules"
     directory = write(tmp_path, kind, **fields)
     with pytest.raises(UnsupportedModelError, match=reason):
         make_engine(directory, model_impl="transformers", dtype="float32", num_kv_blocks=4)

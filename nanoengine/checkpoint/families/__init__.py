@@ -17,12 +17,9 @@ __all__ = ["FAMILIES", "Family"]
 
 def every_family() -> Mapping[str, Family]:
     """Returns all modules' families: supported architecture -> its family."""
-    from nanoengine.checkpoint.families import falcon, gemma, hybrid, mla, moe
+    from nanoengine.checkpoint.families import gemma, hybrid, mla, moe
 
-    return {
-        **falcon.FAMILIES, **gemma.FAMILIES, **hybrid.FAMILIES, **mla.FAMILIES, **moe.FAMILIES,
-        **FAMILIES,
-    }  # fmt: skip
+    return {**gemma.FAMILIES, **hybrid.FAMILIES, **mla.FAMILIES, **moe.FAMILIES, **FAMILIES}
 
 
 def gguf_families() -> Mapping[str, Family]:

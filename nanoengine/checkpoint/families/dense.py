@@ -4,7 +4,7 @@ fields."""
 from __future__ import annotations
 
 from nanoengine.checkpoint.families import family
-from nanoengine.checkpoint.families.family import Family, biases, files, from_keys, has, key, layer
+from nanoengine.checkpoint.families.family import Family, files, from_keys, has, key, layer
 
 # fmt: off
 ATTENTION_BIAS = {"qkv_bias": key("attention_bias"), "output_bias": key("attention_bias")}
@@ -13,10 +13,6 @@ GELU = "gelu_pytorch_tanh"
 QWEN3 = layer(qk_norm="per_head", **ATTENTION_BIAS)
 OLMO2 = layer(norms="post", norm="fp32_weight", qk_norm="all_heads", **ATTENTION_BIAS)
 GLM = {"qkv_bias": key("attention_bias"), "fused_gate_up": True, "rope_interleaved": True}
-COHERE = layer(
-    norms="parallel", norm="layer", rope_interleaved=True, logit_scale=key("logit_scale"),
-    **ATTENTION_BIAS,
-)
 GRANITE_KEYS = {
     **from_keys("embedding_multiplier", "residual_multiplier", "attention_multiplier"),
     "logit_scale": key("logits_scaling", lambda scaling: 1 / scaling),
@@ -24,7 +20,9 @@ GRANITE_KEYS = {
 GRANITE = layer(**GRANITE_KEYS, **LLAMA)
 
 WINDOW = family.windows(has_types=False)
-QWEN_WINDOWS = family.windows(family.from_max_window_layers, needs_flag=True)
+QWEN_WINDOWS = family.windows(
+    lambda keys, layer: layer >= keys.get("max_window_layers"), needs_flag=True,
+)
 
 # Why: checkpoints of GLM may lack EOS tokens, unlike all others.
 GLM_DEFAULTS = {"eos_token_id": [151_329, 151_336, 151_338]}
@@ -53,17 +51,11 @@ UNUSED_SSM_KEYS = (
 """Keys of the hybrid models that files of dense Granite 4 have too."""
 
 FAMILIES: dict[str, Family] = {
-    "CohereForCausalLM": Family(
-        "cohere", layers=COHERE, norm_eps="layer_norm_eps", gguf=files("command-r"),
-    ),
-    "Cohere2ForCausalLM": Family(
-        "cohere2", layers=COHERE, windows=family.all_but_every(),
-        rope_layers=family.only_with_window, norm_eps="layer_norm_eps",
-        gguf=files("cohere2", full_every=4),
-    ),
     "Ernie4_5ForCausalLM": Family(
-        "ernie4_5", layers=layer(rope_interleaved=True, **biases("use_bias")),
-        gguf=files("ernie4_5"),
+        "ernie4_5", gguf=files("ernie4_5"), layers=layer(
+            rope_interleaved=True,
+            **dict.fromkeys(("qkv_bias", "output_bias", "mlp_bias"), key("use_bias")),
+        ),
     ),
     "Exaone4ForCausalLM": Family(
         "exaone4", layers=layer(norms="post", qk_norm="per_head"), windows=family.all_but_every(),
@@ -112,7 +104,7 @@ FAMILIES: dict[str, Family] = {
         gguf=files("olmo2", when=has("attention.sliding_window"), full_every=4),
     ),
     "Phi3ForCausalLM": Family(
-        "phi3", layers=layer(fused_qkv="parts", fused_gate_up=True), windows=WINDOW,
+        "phi3", layers=layer(fused_qkv=True, fused_gate_up=True), windows=WINDOW,
         partial_rotary=True, defaults={"original_max_position_embeddings": 4096},
         gguf=files("phi3", names=FUSED_GATE_UP | {"attn_qkv": "self_attn.qkv_proj"}),
     ),

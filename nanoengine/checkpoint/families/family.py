@@ -38,11 +38,6 @@ def from_keys(*names: str) -> dict[str, Reader[Any]]:
     return {name: key(name) for name in names}
 
 
-def biases(name: str) -> dict[str, Reader[Any]]:
-    """Readers of the bias fields, which all have the value of this key."""
-    return dict.fromkeys(("qkv_bias", "output_bias", "mlp_bias"), key(name))
-
-
 def size(*names: str) -> Reader[int]:
     """Returns a reader of a required size: the first of these keys that is present."""
 
@@ -132,10 +127,6 @@ WindowsReader = Callable[[ConfigReader, Kinds, int], list[bool]]
 has a sliding window."""
 
 
-def never(keys: ConfigReader, kinds: Kinds, layers: int) -> list[bool]:
-    return [False] * layers
-
-
 def windows(
     pattern: Callable[[ConfigReader, int], bool] = lambda keys, layer: True,
     *,
@@ -158,10 +149,6 @@ def windows(
         return _sliding(kinds) if has_types and kinds else [pattern(keys, n) for n in range(layers)]
 
     return slides
-
-
-def from_max_window_layers(keys: ConfigReader, layer: int) -> bool:
-    return layer >= keys.get("max_window_layers")
 
 
 def smollm_window(keys: ConfigReader, layer: int) -> bool:
@@ -194,34 +181,22 @@ def _sliding(kinds: Sequence[str]) -> list[bool]:
 
 # --- which layers apply RoPE ----------------------------------------------------------------------
 
-RopeReader = Callable[[ConfigReader, Sequence[bool]], Sequence[float]]
-"""Arguments: the config, and per layer whether it has a window. Returns a number per layer: 0: no
-RoPE; 1: RoPE with the model's base; above 1: RoPE with this base."""
+RopeReader = Callable[[ConfigReader, Sequence[bool]], Sequence[bool]]
+"""Arguments: the config, and per layer whether it has a window. Returns per layer whether it
+applies RoPE."""
 
 
-def always(keys: ConfigReader, slides: Sequence[bool]) -> Sequence[float]:
-    return [True] * len(slides)
-
-
-def only_with_window(keys: ConfigReader, slides: Sequence[bool]) -> Sequence[float]:
-    return slides
-
-
-def exaone_rope(keys: ConfigReader, slides: Sequence[bool]) -> Sequence[float]:
+def exaone_rope(keys: ConfigReader, slides: Sequence[bool]) -> Sequence[bool]:
     """EXAONE 4: in models with windows, layers with full attention have no RoPE."""
-    return slides if keys.get("sliding_window") is not None else always(keys, slides)
+    return slides if keys.get("sliding_window") is not None else [True] * len(slides)
 
 
-def nowhere(keys: ConfigReader, slides: Sequence[bool]) -> Sequence[float]:
-    return [False] * len(slides)
-
-
-def if_named_rope(keys: ConfigReader, slides: Sequence[bool]) -> Sequence[float]:
+def if_named_rope(keys: ConfigReader, slides: Sequence[bool]) -> Sequence[bool]:
     """Granite 4: layers have RoPE if `position_embedding_type` is "rope"."""
     return [keys.get("position_embedding_type") == "rope"] * len(slides)
 
 
-def smollm_rope(keys: ConfigReader, slides: Sequence[bool]) -> Sequence[float]:
+def smollm_rope(keys: ConfigReader, slides: Sequence[bool]) -> Sequence[bool]:
     """SmolLM3: `no_rope_layers` has a 0 for each layer without RoPE."""
     every, listed = keys.get("no_rope_layer_interval"), keys.get("no_rope_layers")
     layers = len(slides)
@@ -257,8 +232,7 @@ class Family:
         defaults: values of absent keys, if neither transformers' config class (`defaults.json`) nor
             `SCHEMA` has them.
         rope_extra: further keys of `rope_parameters` -> whether they affect text.
-        names: parts of our tensor names -> their names in checkpoints; or a reader of this
-            mapping.
+        names: parts of our tensor names -> their names in checkpoints.
         ignored_tensors: regular expression of prefixes of tensors that are not loaded, such as MTP
             layers.
         intermediate_size: reads the intermediate size of the MLP.
@@ -270,14 +244,14 @@ class Family:
     normalize: Callable[[Json], Json] | None = None
     layers: Reader[LayerConfig] = PLAIN
     states: Reader[LinearAttentionConfig] | None = None
-    windows: WindowsReader = never
-    rope_layers: RopeReader = always
+    windows: WindowsReader = lambda keys, kinds, layers: [False] * layers
+    rope_layers: RopeReader = lambda keys, slides: [True] * len(slides)
     rope_theta_keys: tuple[str, str] | None = None
     moe: Reader[MoEConfig | None] | None = None
     partial_rotary: bool = False
     defaults: Json = field(default_factory=dict)
     rope_extra: Mapping[str, bool] = field(default_factory=dict)
-    names: Mapping[str, str] | Reader[Mapping[str, str]] = field(default_factory=dict)
+    names: Mapping[str, str] = field(default_factory=dict)
     ignored_tensors: str = ""
     intermediate_size: Reader[int] = INTERMEDIATE_SIZE
     norm_eps: str = "rms_norm_eps"

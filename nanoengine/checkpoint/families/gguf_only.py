@@ -70,6 +70,10 @@ def laguna_keys(metadata: Metadata) -> Json:
     return found
 
 
+def cohere_keys(metadata: Metadata) -> Json:
+    return {"logit_scale": metadata.get("logit_scale", float)}
+
+
 AFMOE_NAMES = {
     "attn_gate": "self_attn.gate_proj", "post_attention_norm": "post_attention_layernorm",
     "ffn_norm": "pre_mlp_layernorm", "post_ffw_norm": "post_mlp_layernorm",
@@ -90,9 +94,13 @@ FAMILIES: dict[str, Family] = {
         ),
     ),
     "ArceeForCausalLM": Family("arcee", gguf=files("arcee", interleaved=True)),
-    "CohereForCausalLM": Family("cohere", norm_eps="layer_norm_eps", gguf=files("command-r")),
+    "CohereForCausalLM": Family(
+        "cohere", norm_eps="layer_norm_eps",
+        gguf=files("command-r", constants={"use_qk_norm": True}, read=cohere_keys),
+    ),
     "Cohere2ForCausalLM": Family(
-        "cohere2", norm_eps="layer_norm_eps", gguf=files("cohere2", full_every=4),
+        "cohere2", norm_eps="layer_norm_eps",
+        gguf=files("cohere2", full_every=4, read=cohere_keys),
     ),
     "Dots1ForCausalLM": Family("dots1", gguf=files("dots1", read=expert_keys)),
     "ExaoneMoeForCausalLM": Family(

@@ -51,11 +51,6 @@ def delta_config(keys: ConfigReader) -> LinearAttentionConfig:
     )
 
 
-def fused_delta_config(keys: ConfigReader) -> LinearAttentionConfig:
-    """Qwen3-Next: the same, with queries, keys, values and gates in one tensor."""
-    return replace(delta_config(keys), fused_qkvz=True)
-
-
 def conv_config(keys: ConfigReader) -> LinearAttentionConfig:
     """LFM2: the layers that are "conv" in `layer_types`, or else all except `full_attn_idxs`."""
     every, full = range(keys.require("num_hidden_layers")), keys.get("full_attn_idxs")
@@ -168,6 +163,7 @@ NEMOTRON_KEYS = {
 
 NEMOTRON_USUAL_KEYS = ("mamba_n_groups", "mamba_d_conv", "mamba_conv_bias")
 """Usual names that older config.json files have, which take precedence over Nemotron-H's names."""
+nemotron_blocks = key("layers_block_type", tuple)
 
 
 def normalize_nemotron_h(raw: Json) -> Json:
@@ -188,10 +184,6 @@ def normalize_nemotron_h(raw: Json) -> Json:
         )
     renamed.pop("num_nextn_predict_layers", None)  # MTP tensors have other names: MTP_TENSORS
     return {**renamed, "layers_block_type": kinds, "num_hidden_layers": len(kinds)}
-
-
-def nemotron_blocks(keys: ConfigReader) -> tuple[str, ...]:
-    return tuple(keys.get("layers_block_type"))
 
 
 def nemotron_h_config(keys: ConfigReader) -> LinearAttentionConfig:
@@ -404,13 +396,13 @@ FAMILIES: dict[str, Family] = {
                 "mlp_hidden_act": ("relu2",), "mamba_hidden_act": ("silu",),
                 "residual_in_fp32": (False,), "n_shared_experts": (1,),
             },
-            layers_block_type=nemotron_blocks, norm="fp32_weight", gated_mlp=False,
-            hidden_act="relu2", **family.from_keys("mlp_bias"),
+            layers_block_type=nemotron_blocks, norm="fp32_weight", hidden_act="relu2",
+            **family.from_keys("mlp_bias"),
         ),
-        states=nemotron_h_config, rope_layers=family.nowhere,
+        states=nemotron_h_config, rope_layers=lambda keys, slides: [False] * len(slides),
         moe=moe.if_any(nemotron_experts, moe.experts(**{
             **moe.DEEPSEEK_KEYS, "shared_size": size("moe_shared_expert_intermediate_size"),
-            "layers": nemotron_experts, "gated": False,
+            "layers": nemotron_experts,
         })),
         names=NEMOTRON_NAMES, ignored_tensors=moe.MTP_TENSORS, norm_eps="layer_norm_epsilon",
         # Why ignored: files without experts may have their keys.
@@ -438,7 +430,8 @@ FAMILIES: dict[str, Family] = {
         ),
     ),
     "Qwen3NextForCausalLM": Family(
-        "qwen3_next", layers=QWEN_NEXT, states=fused_delta_config,
+        "qwen3_next", layers=QWEN_NEXT,
+        states=lambda keys: replace(delta_config(keys), fused_qkvz=True),
         moe=moe.QWEN_SHARED, partial_rotary=True, names=moe.SHARED_NAMES,
         ignored_tensors=moe.MTP_TENSORS, gguf=files("qwen3next", read=delta_keys, names=GGUF_DELTA),
     ),

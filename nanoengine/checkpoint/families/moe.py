@@ -201,7 +201,7 @@ FAMILIES: dict[str, Family] = {
         ),
         windows=family.all_but_every(2),
         moe=experts(
-            **MIXTRAL, router_bias=True, expert_bias=True, interleaved=True, inputs_first=True,
+            **MIXTRAL, bias=True, inputs_first=True,
         ),
         # Why: the config class also has a base, which would take precedence over a base in a
         # config.json; and published checkpoints lack the dtype.
