@@ -53,7 +53,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = MODELS["gguf"]
 
 TYPES = [
     "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL",
-    "IQ4_XS",
+    "IQ4_XS", "IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S",
 ]  # fmt: skip
 
 
