@@ -268,8 +268,7 @@ def _grid_codes(type: str, parts: dict[str, torch.Tensor]) -> torch.Tensor:
     if type == "IQ1_S":
         index |= _unpack(parts["scales"], "u2", 15, 1, 1).repeat(4, 2) << 11
     codes = grid[index.ravel()].view("u8")
-    if signs is not None:
-        codes |= sign_codes[signs.ravel()]
+    codes |= 0 if signs is None else sign_codes[signs.ravel()]
     return torch.from_numpy(codes.view("u1")).view(*index.shape[:2], -1)
 
 
