@@ -208,8 +208,9 @@ def run_python(*arguments: str) -> str:
             ("torch", "transformers", "tokenizers", "numba", "triton"),
         ),
         (["nanoengine.features.structured", "nanoengine.cli.batch"], ("llguidance",)),
+        (["nanoengine.layers.gguf_blocks"], ("gguf", "transformers")),
     ],
-    ids=["core", "engine", "nanoengine", "llm", "grammars"],
+    ids=["core", "engine", "nanoengine", "llm", "grammars", "grids"],
 )
 def test_importing_loads_no_heavy_library(modules, unloaded):
     code = f"import sys, {', '.join(modules)}; print([m for m in {unloaded} if m in sys.modules])"

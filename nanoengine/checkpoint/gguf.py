@@ -65,7 +65,9 @@ TYPES = {
     "Q5_0": BlockType(32, 22), "Q5_1": BlockType(32, 24), "Q2_K": BlockType(256, 84),
     "Q3_K": BlockType(256, 110), "Q4_K": BlockType(256, 144), "Q5_K": BlockType(256, 176),
     "Q6_K": BlockType(256, 210), "Q8_K": BlockType(256, 292), "IQ4_NL": BlockType(32, 18),
-    "IQ4_XS": BlockType(256, 136), "MXFP4": BlockType(32, 17),
+    "IQ4_XS": BlockType(256, 136), "MXFP4": BlockType(32, 17), "IQ1_S": BlockType(256, 50),
+    "IQ1_M": BlockType(256, 56), "IQ2_XXS": BlockType(256, 66), "IQ2_XS": BlockType(256, 74),
+    "IQ2_S": BlockType(256, 82), "IQ3_XXS": BlockType(256, 98), "IQ3_S": BlockType(256, 110),
 }  # fmt: skip
 """The supported tensor types, by ggml's names."""
 

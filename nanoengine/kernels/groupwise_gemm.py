@@ -36,7 +36,7 @@ from typing import NamedTuple
 
 from llvmlite import ir
 
-from nanoengine.kernels.code_tables import E2M1, IQ4
+from nanoengine.kernels.code_tables import E2M1, IQ2, IQ3_S, IQ3_XXS, IQ4
 from nanoengine.kernels.emit import I32, declare_intrinsic, emit_intrinsic
 from nanoengine.kernels.gemm import FLOAT, I8, I16, I64, LINE, PANEL, tile_function
 from nanoengine.kernels.int8_gemm import GROUP_INTS, UNIT, ByteTile, max_rows
@@ -47,7 +47,7 @@ PAIRED_UNIT_BYTES = 80  # of inputs from `pair_inputs`
 NONE, ZEROS, MINS = range(3)
 MAX_REGISTER_ROWS = 2  # for so few rows, each dequantizes in registers
 PANELS_AT_ONCE = 4 if CURRENT.vector_bits == 512 else 1  # for one row: its sums have latency
-TABLES: tuple[tuple[int, ...], ...] = ((), IQ4, E2M1)
+TABLES: tuple[tuple[int, ...], ...] = ((), IQ4, E2M1, IQ2, IQ3_XXS, IQ3_S)
 """Values of 4-bit codes; (): the codes themselves."""
 
 

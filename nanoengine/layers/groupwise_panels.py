@@ -13,7 +13,6 @@ from collections.abc import Callable
 from itertools import groupby, pairwise
 from typing import NamedTuple
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -41,8 +40,6 @@ from nanoengine.layers.placement import empty_bytes
 from nanoengine.layers.quantized_weight import BLOCK, QuantizedWeight, codes_of, row_factors
 
 assert BLOCK == UNIT * UNITS
-BYTES = np.array([[offset, 0, 0, 0] for offset in range(0, UNIT, 4)], np.uint64)
-"""`StoredCodes.positions` of codes with one byte each."""
 
 
 class PanelLayout(NamedTuple):
@@ -239,7 +236,7 @@ def pack(
     if codes is None:
         values = codes_of(weight) if form.table else weight.values.view(torch.uint8)
         values = F.pad(values, (0, -inputs % UNIT)) if inputs % UNIT else values
-        codes = StoredCodes(values.contiguous().numpy(), UNIT, BYTES, (8, 0))
+        codes = StoredCodes(values.contiguous().numpy())
         flip = (1 << form.bits - 1) * 0x01010101 if form.centered and not form.is_signed else 0
     pack_codes(*codes[:4], whole, start + 4 * lane, step, header, form.bits, flip, num_workers())
     offsets = weight.zeros if form.offset == ZEROS else weight.mins

@@ -48,8 +48,8 @@ HALVES = -8 * X.reshape(ROWS, -1, 2, 16).sum(3, dtype=np.int32)
 GROUPS = np.concatenate((HALVES.sum(2, keepdims=True), HALVES, X_SCALES.view("i4")[..., None]), 2)
 GROUPS = GROUPS.astype(np.int32).reshape(ROWS, -1)
 DISTINCT = {(isa.byte_dots, isa.byte_bits, isa.registers, isa.has_fp16): isa.name for isa in ISAS}
-# One format per number of bits, levels, halves and offsets, and one table: tiles differ in these.
-NAMES = ["Q8_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q6_K", "IQ4_XS", "GPTQ 4", "GPTQ 8"]
+# One format per number of bits, levels, halves and offsets, and tables: tiles differ in these.
+NAMES = ["Q8_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q6_K", "IQ4_XS", "IQ2_S", "GPTQ 4", "GPTQ 8"]
 
 
 def paired() -> np.ndarray:

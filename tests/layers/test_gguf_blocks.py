@@ -12,11 +12,13 @@ from nanoengine.checkpoint.gguf import FLOATS, TYPES
 from nanoengine.errors import WeightLoadError
 from nanoengine.layers.gguf_blocks import LAYOUTS, read_blocks
 from nanoengine.layers.quantized_weight import codes_of
+from tests.support.gguf_files import write_float16
 
 FLOAT16 = {  # type -> offsets of the float16 values in a block
     "Q8_0": (0,), "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q2_K": (80, 82),
     "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "IQ4_NL": (0,), "IQ4_XS": (0,),
-    "MXFP4": (), "Q8_K": (),
+    "MXFP4": (), "Q8_K": (), "IQ1_S": (0,), "IQ1_M": (0,), "IQ2_XXS": (0,), "IQ2_XS": (0,),
+    "IQ2_S": (0,), "IQ3_XXS": (0,), "IQ3_S": (0,),
 }  # fmt: skip
 
 SPECIAL = [0.0, -0.0, 6e-8, -6e-8, 3e-5, 6.1e-5, -1.0, 65504.0, -65504.0]
@@ -36,7 +38,7 @@ def blocks(type: str, num_rows: int, num_blocks: int) -> numpy.ndarray:
         exponents = random.uniform(-24, 15, raw.shape[:2])
         values = numpy.exp2(exponents) * random.choice([-1, 1], raw.shape[:2])
         values.flat[: len(SPECIAL)] = random.permutation(SPECIAL)
-        raw[:, :, offset : offset + 2] = values.astype("<f2")[..., None].view("u1")
+        write_float16(raw, type, offset, values)
     return raw.reshape(num_rows, -1)
 
 
@@ -75,8 +77,7 @@ FLOAT_POSITIONS = [(type, offset) for type, offsets in FLOAT16.items() for offse
 @pytest.mark.parametrize(("type", "offset"), FLOAT_POSITIONS)
 def test_nan_and_infinite_scales_raise(type, offset, value):
     rows = blocks(type, num_rows=2, num_blocks=3)
-    offset += 2 * TYPES[type].bytes
-    rows[1, offset : offset + 2] = numpy.array([value], "<f2").view("u1")
+    write_float16(rows.reshape(2, 3, -1)[1, 2], type, offset, numpy.array(value))
     with pytest.raises(WeightLoadError, match=f"of its {type} blocks is NaN or infinite"):
         read_blocks(type, torch.from_numpy(rows))
 
@@ -91,7 +92,7 @@ def test_a_nan_power_of_two_raises():
 @pytest.mark.parametrize("type", LAYOUTS)
 def test_fields_have_the_shapes_and_dtypes_of_a_quantized_weight(type):
     weight = read_blocks(type, torch.from_numpy(blocks(type, num_rows=2, num_blocks=2)))
-    num_inputs, two_levels = 2 * TYPES[type].inputs, type.endswith(("_K", "_XS"))
+    num_inputs, two_levels = 2 * TYPES[type].inputs, TYPES[type].inputs == 256
     assert weight.values.shape == (2, num_inputs)
     assert weight.values.dtype == torch.int8
     assert weight.scales.shape == (2, num_inputs // weight.group_size)

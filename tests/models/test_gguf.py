@@ -22,10 +22,12 @@ from nanoengine.checkpoint.families import gguf_families
 from nanoengine.checkpoint.find import resolve_model
 from nanoengine.checkpoint.gguf import read_gguf
 from nanoengine.checkpoint.quantization import resolve_quantization
+from nanoengine.cli.info import weight_sizes
 from nanoengine.cli.main import main
 from nanoengine.errors import ConfigError, ModelError, UnsupportedModelError, WeightLoadError
 from nanoengine.jobs.manifest import describe_engine
 from nanoengine.layers import quantized_formats
+from nanoengine.runner.start import model_size
 from nanoengine.settings.config import EngineConfig
 from tests.support.checkpoints import DATA, MODELS
 from tests.support.engines import greedy, make_engine, run, tokens
@@ -53,7 +55,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = MODELS["gguf"]
 
 TYPES = [
     "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL",
-    "IQ4_XS",
+    "IQ4_XS", "IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S",
 ]  # fmt: skip
 
 
@@ -109,6 +111,19 @@ def test_every_type_with_float_activations(type: str, tmp_path: Path) -> None:
     model = make_gguf(tmp_path / "m.gguf", "llama", types=lambda name: type, **WIDE)
     found = found_logits(tmp_path / "m.gguf", "gguf_weight_only")
     assert (found - transformers_logits(model, PROMPTS)).abs().max() < 1e-4
+
+
+def test_info_counts_types_with_grids_as_they_are_packed(tmp_path: Path) -> None:
+    found, shown = [], []
+    for type in ("Q8_0", "IQ1_S"):
+        path = tmp_path / f"{type}.gguf"
+        make_gguf(path, "llama", types=lambda name, type=type: type, **WIDE)
+        config = load_model_config(path)
+        quantization = resolve_quantization(None, config.quantization, device="cpu")
+        model = build(path, kernels=cpu_kernels(torch.float32, quantization))
+        found.append(model_size(model)[1])
+        shown.append(weight_sizes(config, path, torch.float32, quantization).total())
+    assert found[0] - found[1] == pytest.approx(shown[0] - shown[1], rel=0.15)
 
 
 NEXT_32 = {

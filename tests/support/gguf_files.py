@@ -450,15 +450,27 @@ def blocks(numbers: np.ndarray, kind: str) -> np.ndarray:
     for _ in range(2):  # The second pass uses the measured scale.
         for part, number in ((offset, scale), (offset + 2, scale * (ratio or 0))):
             if ratio or part == offset:
-                raw[..., part : part + 2] = np.array([number], "<f2").view(np.uint8)
+                write_float16(raw, kind, part, np.array(number))
         read = gguf.quants.dequantize(raw.reshape(*shape[:-1], -1), Type[kind])
         scale = numbers.std() / read.std()
     return raw.reshape(*shape[:-1], -1)
 
 
+def write_float16(raw: np.ndarray, kind: str, offset: int, values: np.ndarray) -> None:
+    """Writes values into blocks [..., bytes] at a byte; IQ1_M has 4 bits in each of 4 bytes."""
+    stored = values.astype("<f2")[..., None]
+    if kind != "IQ1_M":
+        raw[..., offset : offset + 2] = stored.view("u1")
+        return
+    parts = stored.view("u2") >> np.arange(0, 16, 4, dtype="u2") & 15
+    raw[..., 49::2] = raw[..., 49::2] & 15 | parts.astype("u1") << 4
+
+
 RANDOM: dict[str, tuple[int, float | None]] = {
     "Q2_K": (80, 1.5), "Q3_K": (108, None), "Q4_K": (0, 7.5), "Q5_K": (0, 15.5),
     "Q6_K": (208, None), "IQ4_NL": (0, None), "IQ4_XS": (0, None),
+    "IQ1_S": (0, None), "IQ1_M": (0, None), "IQ2_XXS": (0, None), "IQ2_XS": (0, None),
+    "IQ2_S": (0, None), "IQ3_XXS": (0, None), "IQ3_S": (0, None),
 }  # fmt: skip
 """Type that the package cannot quantize to -> offset of the float16 scale in a block, and the ratio
 of the scale of the mins, which follows it, to this scale. The ratio makes the mean 0."""

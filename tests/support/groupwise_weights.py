@@ -23,6 +23,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "IQ4_NL": {"bits": 4, "table": TABLES[1]},
     "IQ4_XS": {"bits": 4, "table": TABLES[1], "blocks": True},
     "MXFP4": {"bits": 4, "table": TABLES[2]},
+    "IQ2_S": {"bits": 4, "table": TABLES[3], "size": 16, "blocks": True},
     "GPTQ 8": {"bits": 8, "size": 128, "zeros": True},
     "GPTQ 4": {"bits": 4, "size": 64, "zeros": True},
     "groups of 96": {"bits": 4, "size": 96},
