@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import nn
@@ -119,25 +120,19 @@ class Expert(Layer):
         context: ModelContext,
     ) -> None:
         super().__init__()
-        self.ungated, up = ungated, local if ungated else 2 * local
-        storage = context.stored_dtype, context.device
+        up, storage = local if ungated else 2 * local, (context.stored_dtype, context.device)
         self.gate_up = context.kernels.linear(f"{path}.gate_up_proj")
         self.gate_up.create((up, hidden_size), *storage)
         self.down = context.kernels.linear(f"{path}.down_proj")
         self.down.create((hidden_size, local), *storage)
-        self.activation, self.kernels = activation, context.kernels
+        self.activation = activation
+        self.activate = ungated or partial(context.kernels.gate, activation=activation)
 
     def forward(
         self, hidden: torch.Tensor, bias: torch.Tensor | None, down_bias: torch.Tensor | None
     ) -> torch.Tensor:
         """[T, hidden_size] -> the same; `bias` is the bias of gate and up, [2 I]."""
-        if self.ungated is not None:
-            gated = self.ungated(self.gate_up.apply(hidden, bias))
-        elif bias is None:
-            gated = self.gate_up.apply_gated(hidden, self.activation, self.kernels)
-        else:
-            gated = self.kernels.gate(self.gate_up.apply(hidden, bias), self.activation)
-        return self.down.apply(gated, down_bias)
+        return self.down.apply(self.activate(self.gate_up.apply(hidden, bias)), down_bias)
 
 
 class Experts(Layer):

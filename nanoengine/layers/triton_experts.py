@@ -75,8 +75,7 @@ class TritonExperts:
     def __init__(self, router: Router, experts: Experts) -> None:
         all_experts: Sequence[Any] = list(experts.experts)
         self.router, self.all_reduce = router, experts.all_reduce
-        gate, activation = all_experts[0].kernels.gate, all_experts[0].activation
-        self.activate = all_experts[0].ungated or functools.partial(gate, activation=activation)
+        self.activate = all_experts[0].activate
         self.deterministic = isinstance(all_experts[0].down, TritonLinear)
         self.gate_up = stack_weights([each.gate_up for each in all_experts])
         self.down = stack_weights([each.down for each in all_experts])

@@ -161,7 +161,7 @@ def run_layers(dtype, hidden=4096, inner=12288):
     """The fused add and norm and the gate, at the sizes of an 8B model."""
     ops = TritonKernels(DenseAttention(), dtype=dtype)
     x, weight = torch.zeros(2, hidden, dtype=dtype), torch.zeros(hidden, dtype=dtype)
-    ops.add_rms_norm(x, x.clone(), weight, 1e-6)
+    ops.rms_norm(x, x.clone(), weight, 1e-6)
     ops.gate(torch.zeros(2, 2 * inner, dtype=dtype), "silu")
 
 
