@@ -51,7 +51,7 @@ class StackForm(NamedTuple):
     group: int
 
 
-FLOATS = StackForm("", 0, 0)
+FLOATS = StackForm("", 0, 1)
 
 
 class TritonExperts:

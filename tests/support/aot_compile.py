@@ -387,7 +387,7 @@ def name_of(kernel, options):
         return f"{name}_{options['EXPERTS']}"
     if name.startswith("mamba"):
         return name + {256: "_256", 4096: "_256"}.get(options.get("KEY", options.get("SIZE")), "")
-    if name == "quantized_gemm_kernel":
+    if name == "gemm_kernel" and options["FORM"]:
         groups = "_in_32s" if options["GROUP"] == 32 else ""
         return f"{options['FORM']}{groups}_gemm_{options['M']}"
     if name == "mla_kernel":
