@@ -183,9 +183,8 @@ class Experts(Layer):
             if not count:
                 continue
             group = slice(start, start + count)
-            result = self.experts[index](
-                hidden.index_select(0, tokens[group]), *self.biases_of(index)
-            )
+            x = hidden.index_select(0, tokens[group])
+            result = self.experts[index](x, *self.biases_of(index))
             out.index_add_(0, tokens[group], result * weights[group])
             start = group.stop
         return self.all_reduce(out)
