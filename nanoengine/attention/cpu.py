@@ -15,7 +15,7 @@ A kernel without a cached binary is compiled at its first use; see `kernels/jit.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -40,15 +40,9 @@ DTYPES = {torch.float32: np.float32, torch.float64: np.float64, torch.bfloat16: 
 """The operands of matmuls in the kernels; uint32: pairs of bfloat16."""
 
 
-class _TaskArrays(NamedTuple):
-    """The result of `plan_tasks` for one kind of layer, and buffers for partial results."""
-
-    tasks: np.ndarray  # [N, 8] int64
-    bounds: np.ndarray  # [shares + 1] int64
-    merges: np.ndarray  # [M, 5] int64
-    parts: np.ndarray  # [Q] int64
-    partial_out: np.ndarray  # [rows, D]
-    partial_stats: np.ndarray  # [rows, 2]
+TaskArrays = tuple[np.ndarray, ...]
+"""The arrays of `plan_tasks` for one kind of layer (tasks, bounds, merges, parts), and buffers for
+partial results: [rows, D] and [rows, 2]."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -67,7 +61,7 @@ class CPUStep:
     slots: np.ndarray  # [G, T] int64
     tables: np.ndarray  # [G, S, M] int32
     num_workers: int
-    tasks: dict[tuple[int, ...], _TaskArrays] = field(default_factory=dict)
+    tasks: dict[tuple[int, ...], TaskArrays] = field(default_factory=dict)
     angles: dict[int, np.ndarray] = field(default_factory=dict)
     spans: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None
     layer_inputs: np.ndarray | None = None
@@ -122,13 +116,9 @@ class CPUBackend(AttentionBackend):
             slots = batch.attention.slots[cache.spec.group]
             store_latents(keys, slots, self.cache_arrays(cache)[0], num_workers())
             return
-        k_flat, k_stride = _flat(k.to(self.math_dtype))
-        v_flat, v_stride = _flat(v.to(self.math_dtype))
+        keys, values = (x.to(self.math_dtype).contiguous().numpy() for x in (k, v))
         slots, sizes = batch.attention.slots[cache.spec.group], self._sizes(cache.spec)
-        kernels.store(
-            k_flat, k_stride, v_flat, v_stride, slots, *self.cache_arrays(cache), sizes,
-            num_workers(),
-        )  # fmt: skip
+        kernels.store(keys, values, slots, *self.cache_arrays(cache), sizes, num_workers())
 
     def rotate_and_store(
         self,
@@ -165,18 +155,16 @@ class CPUBackend(AttentionBackend):
         """The caches must be contiguous."""
         step: CPUStep = batch.attention
         spec = cache.spec
-        sizes = self._sizes(spec)
-        window = NO_WINDOW if spec.sliding_window is None else spec.sliding_window
         queries = q.to(self.math_dtype).contiguous().numpy()
         keys, values = self.cache_arrays(cache)
-        plan = self._tasks(step, spec, window, queries.dtype)
+        *plan, partial_out, partial_stats = self._tasks(step, spec, queries.dtype)
         real = queries.dtype.type
         result = np.empty((*q.shape[:2], spec.value_dim or spec.head_dim), queries.dtype)
         if spec.value_dim is not None:
             from nanoengine.kernels.cpu_mla import attend_latents
 
             attend_latents(
-                queries, keys, step.tables[spec.group], *plan,
+                queries, keys, step.tables[spec.group], *plan, partial_out, partial_stats,
                 (spec.num_heads, spec.head_dim, spec.value_dim, self.block_size),
                 real(spec.scale), self.sinks(spec), result, step.num_workers,
             )  # fmt: skip
@@ -184,9 +172,9 @@ class CPUBackend(AttentionBackend):
         if cache.k_cache.dtype == torch.int8:
             queries = queries.copy()  # the kernel overwrites them
         kernels.attend(
-            queries, keys, values, step.tables[spec.group], plan.tasks, plan.bounds, plan.merges,
-            plan.parts, sizes, real(spec.scale), real(spec.softcap or 0), window, self.operand,
-            self.sinks(spec), result, plan.partial_out, plan.partial_stats, step.num_workers,
+            queries, keys, values, step.tables[spec.group], *plan, self._sizes(spec),
+            real(spec.scale), real(spec.softcap or 0), window_of(spec), self.operand,
+            self.sinks(spec), result, partial_out, partial_stats, step.num_workers,
         )  # fmt: skip
         return torch.from_numpy(result).to(q.dtype)
 
@@ -199,14 +187,13 @@ class CPUBackend(AttentionBackend):
         rows: np.ndarray | None,
     ) -> tuple[np.ndarray, ...]:
         """The step's arguments of a fused kernel, for a layer of this kind: cos and sin [T, D],
-        slots [T], block tables, and the arrays of `_TaskArrays`.
+        slots [T], block tables, and the arrays of `TaskArrays`.
 
         If `rows` [L] is given, only these of the step's tokens need a result.
         """
         step: CPUStep = batch.attention
-        window = NO_WINDOW if spec.sliding_window is None else spec.sliding_window
         shared = self._angles(step, rotation), step.slots[spec.group], step.tables[spec.group]
-        return *shared, *self._tasks(step, spec, window, dtype, rows)
+        return *shared, *self._tasks(step, spec, dtype, rows)
 
     def cache_arrays(self, cache: LayerCache) -> tuple[np.ndarray, np.ndarray]:
         """The layer's keys and values as numpy arrays."""
@@ -229,27 +216,27 @@ class CPUBackend(AttentionBackend):
         return (spec.num_heads, spec.num_kv_heads, spec.head_dim, self.block_size)
 
     def _tasks(
-        self,
-        step: CPUStep,
-        spec: AttentionSpec,
-        window: int,
-        dtype: np.dtype,
-        rows: np.ndarray | None = None,
-    ) -> _TaskArrays:
+        self, step: CPUStep, spec: AttentionSpec, dtype: np.dtype, rows: np.ndarray | None = None
+    ) -> TaskArrays:
         """The step's tasks for layers of this kind, planned on the first call."""
+        window = window_of(spec)
         key = (spec.num_heads, spec.num_kv_heads, spec.head_dim, window, spec.group, rows is None)
         if key not in step.tasks:
             group_size = spec.num_heads // spec.num_kv_heads
-            tasks, bounds, merges, parts, num_partials = plan_tasks(
+            *arrays, num_partials = plan_tasks(
                 step.query_start, step.seq_lens, query_ranges(step.query_start, rows),
                 step.tables[spec.group], group_size, spec.num_kv_heads, self.block_size, window,
                 step.num_workers,
             )  # fmt: skip
             num_rows = num_partials * max(ROW_TILE, group_size)
             partial_out = np.empty((num_rows, spec.value_dim or spec.head_dim), dtype)
-            partial_stats = np.empty((num_rows, 2), dtype)
-            step.tasks[key] = _TaskArrays(tasks, bounds, merges, parts, partial_out, partial_stats)
+            step.tasks[key] = *arrays, partial_out, np.empty((num_rows, 2), dtype)
         return step.tasks[key]
+
+
+def window_of(spec: AttentionSpec) -> int:
+    """A layer's sliding window [tokens], `NO_WINDOW` if it has none."""
+    return NO_WINDOW if spec.sliding_window is None else spec.sliding_window
 
 
 def query_ranges(query_start: np.ndarray, rows: np.ndarray | None) -> np.ndarray:
@@ -280,17 +267,3 @@ def norm_kind(norm: HeadNormWeights | None) -> int:
     if norm.eps is None:
         return cpu_layers.FACTORS_ONLY
     return cpu_layers.EACH_HEAD if norm.all_heads is None else cpu_layers.ALL_HEADS
-
-
-def _flat(x: torch.Tensor) -> tuple[np.ndarray, int]:
-    """The memory of x [T, heads, D] as a 1-D array, and the distance between its tokens.
-
-    Why: so a kernel is compiled once for separate tensors and for views of the fused q, k, v
-    projection.
-    """
-    num_tokens, heads, head_dim = x.shape
-    if x.stride(1) != head_dim or x.stride(2) != 1:
-        x = x.contiguous()
-    token_stride = x.stride(0)
-    length = (num_tokens - 1) * token_stride + heads * head_dim
-    return x.as_strided((length,), (1,)).numpy(), token_stride

@@ -207,11 +207,6 @@ def padded(size: int) -> int:
     return max(16, next_power_of_2(size))
 
 
-def sinks_of(spec: AttentionSpec, q: torch.Tensor) -> torch.Tensor:
-    """The heads' sinks [H]; without sinks `q`, which is then never read."""
-    return q if spec.sinks is None else spec.sinks
-
-
 def rotate_rows(num_heads: int, head_dim: int) -> int:
     """Heads per program of `rotate_store_kernel`.
 
@@ -342,7 +337,8 @@ class TritonBackend(AttentionBackend):
 
     def attend(self, q: torch.Tensor, cache: LayerCache, batch: Batch) -> torch.Tensor:
         k_cache, v_cache, spec = cache
-        step, sinks, out = self._data(batch, spec), sinks_of(spec, q), torch.empty_like(q)
+        step, out = self._data(batch, spec), torch.empty_like(q)
+        sinks = q if spec.sinks is None else spec.sinks  # without sinks it is never read
         table, splits = step.table, step.splits
         config = self._config(spec)
         if splits is not None:

@@ -251,26 +251,6 @@ def queries_of_tile(query_start_loc, tile, num_decodes, num_prefills, TILE_TOKEN
     return num_decodes + last, start, length, (tile - first_tile) * TILE_TOKENS
 
 
-@triton.jit
-def load_queries(q, kv_head, query_start, query_len, tile_start, A: tl.constexpr):
-    """Loads a tile's queries [M, D] for one KV head, zero outside of it.
-
-    Returns:
-        The queries; per row its token [M] in the sequence and in the batch, its head, and whether
-        it is valid; the dims [1, D]; the mask of valid rows and dims [M, D].
-    """
-    rows = tl.arange(0, A.m)
-    tokens = tile_start + rows // A.group
-    dims = tl.arange(0, A.dim)[None, :]
-    inside = (rows < A.m // A.group * A.group) & (tokens < query_len)
-    mask = inside[:, None] & (dims < A.head_dim)
-    token_rows = (query_start + tokens).to(tl.int64)
-    heads = kv_head * A.group + rows % A.group
-    offsets = token_rows[:, None] * A.q_token + (heads[:, None] * A.q_head + dims)
-    query = tl.load(q + offsets, mask=mask, other=0.0)
-    return query, tokens, token_rows, heads, inside, dims, mask
-
-
 @triton.jit(
     do_not_specialize=["table_stride", "num_decodes", "num_prefills", "k_scale", "v_scale"],
     do_not_specialize_on_alignment=["sinks", "block_tables", "query_start_loc", "seq_lens"],
@@ -295,9 +275,15 @@ def varlen_kernel(
     )
     context = tl.load(seq_lens + seq) - query_len
     if tile_start < query_len:
-        query, tokens, token_rows, heads, inside, dims, mask = load_queries(
-            q, kv_head, query_start, query_len, tile_start, A
-        )
+        rows = tl.arange(0, A.m)
+        tokens = tile_start + rows // A.group
+        dims = tl.arange(0, A.dim)[None, :]
+        inside = (rows < TILE_TOKENS * A.group) & (tokens < query_len)
+        mask = inside[:, None] & (dims < A.head_dim)
+        token_rows = (query_start + tokens).to(tl.int64)
+        heads = kv_head * A.group + rows % A.group
+        offsets = token_rows[:, None] * A.q_token + (heads[:, None] * A.q_head + dims)
+        query = tl.load(q + offsets, mask=mask, other=0.0)
         first_position = context + tile_start
         end = context + tl.minimum(tile_start + TILE_TOKENS, query_len)
         low = 0
@@ -337,37 +323,6 @@ def split_keys(seq_len, max_splits, A: tl.constexpr):
     size = A.split * tl.cdiv(seq_len - low, A.split * max_splits)
     size = tl.maximum(size, A.split)
     return low, size, low // size, tl.cdiv(seq_len, size) - low // size
-
-
-@triton.jit
-def combine(
-    out_row, part_out, part_lse, part, num_splits, sink, A: tl.constexpr
-):  # fmt: skip
-    """Adds the splits of one query head, from row `part` on, weighted by their sums.
-
-    Splits are added 16 at a time, from the sequence's first, so the order of the sums depends only
-    on this sequence. `sink` points to the head's sink.
-    """
-    STEP: tl.constexpr = 16
-    dims = tl.arange(0, A.dim)
-    acc = tl.full([A.dim], 0, tl.float32)
-    total = tl.full([], 0, tl.float32)
-    row_max = total + MIN_SCORE
-    for first in range(0, num_splits, STEP):
-        splits = first + tl.arange(0, STEP)
-        lse = tl.load(part_lse + part + splits, mask=splits < num_splits, other=float("-inf"))
-        mask = (splits < num_splits)[:, None] & (dims < A.head_dim)[None, :]
-        rows = part_out + (part + splits)[:, None] * A.head_dim + dims[None, :]
-        values = tl.load(rows, mask=mask, other=0.0)
-        new_max = tl.maximum(row_max, tl.max(lse, 0))
-        weights = tl.exp2(lse - new_max)
-        rescale = tl.exp2(row_max - new_max)
-        total = total * rescale + tl.sum(weights, 0)
-        acc = acc * rescale + tl.sum(weights[:, None] * values, 0)
-        row_max = new_max
-    if A.sinks:
-        total += sink_share(sink, True, row_max)
-    tl.store(out_row + dims, (acc / total).to(out_row.dtype.element_ty), mask=dims < A.head_dim)
 
 
 @triton.jit(
@@ -442,14 +397,35 @@ def decode_kernel(
 def merge_kernel(
     out, part_out, part_lse, sinks, seq_lens, split_limit, max_splits, A: tl.constexpr
 ):  # fmt: skip
-    """Adds the splits of one head of one decode, if there are several. Grid: [S, H].
+    """Adds the splits of one head of one decode, if there are several, weighted by their sums.
+    Grid: [S, H].
 
-    split_limit: the maximum number of splits, which determines their size. max_splits: the size of
-    the buffers.
+    Splits are added 16 at a time, from the sequence's first, so the order of the sums depends only
+    on this sequence. split_limit: the maximum number of splits, which determines their size.
+    max_splits: the size of the buffers.
     """
+    STEP: tl.constexpr = 16
     seq, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     _, _, _, num_splits = split_keys(tl.load(seq_lens + seq), split_limit, A)
     if num_splits > 1:
         part = (seq * tl.num_programs(1) + head) * max_splits
-        row = out + seq * A.o_token + head * A.o_head
-        combine(row, part_out, part_lse, part, num_splits, sinks + head, A)
+        dims = tl.arange(0, A.dim)
+        acc = tl.full([A.dim], 0, tl.float32)
+        total = tl.full([], 0, tl.float32)
+        row_max = total + MIN_SCORE
+        for first in range(0, num_splits, STEP):
+            splits = first + tl.arange(0, STEP)
+            lse = tl.load(part_lse + part + splits, mask=splits < num_splits, other=float("-inf"))
+            mask = (splits < num_splits)[:, None] & (dims < A.head_dim)[None, :]
+            rows = part_out + (part + splits)[:, None] * A.head_dim + dims[None, :]
+            values = tl.load(rows, mask=mask, other=0.0)
+            new_max = tl.maximum(row_max, tl.max(lse, 0))
+            weights = tl.exp2(lse - new_max)
+            rescale = tl.exp2(row_max - new_max)
+            total = total * rescale + tl.sum(weights, 0)
+            acc = acc * rescale + tl.sum(weights[:, None] * values, 0)
+            row_max = new_max
+        if A.sinks:
+            total += sink_share(sinks + head, True, row_max)
+        row = out + seq * A.o_token + head * A.o_head + dims
+        tl.store(row, (acc / total).to(out.dtype.element_ty), mask=dims < A.head_dim)

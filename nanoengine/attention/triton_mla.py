@@ -250,10 +250,6 @@ class TritonMLABackend(TritonBackend):
     programs_per_sm: ClassVar[int] = 8  # registers and shared memory allow one or two at a time
     has_splits_by_batch: ClassVar[bool] = True
 
-    def store(self, k: torch.Tensor, v: torch.Tensor, cache: LayerCache, batch: Batch) -> None:
-        """Writes k [T, 1, rank + rope], which includes v."""
-        cache.k_cache.flatten(0, 1).index_copy_(0, batch.slot_mapping[cache.spec.group], k)
-
     def rotate_and_store_latents(
         self, heads: torch.Tensor, vectors: torch.Tensor, rotation: Rotation, weight: torch.Tensor,
         eps: float, cache: LayerCache, batch: Batch,

@@ -20,16 +20,10 @@ import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core.registry import cpu_target
+from numba.core.typing.ctypes_utils import to_ctypes
 from numba.extending import NativeValue, intrinsic, models, register_model, unbox
 
 from nanoengine.kernels.linking import borrowed
-
-C_TYPES = {
-    types.boolean: ctypes.c_bool,
-    types.int64: ctypes.c_int64,
-    types.float32: ctypes.c_float,
-    types.float64: ctypes.c_double,
-}
 
 
 class ArgumentTableType(types.Opaque):
@@ -54,9 +48,8 @@ def _type_text(typ: types.Type) -> str:
 register_model(ArgumentTableType)(models.OpaqueModel)
 
 
-def type_of(value: Any) -> types.Type:
-    """The type of a value in compiled code; for an array its dtype, dimensions and layout."""
-    return numba.typeof(value)
+type_of = numba.typeof
+"""Returns the type of a value in compiled code; for an array its dtype, dimensions and layout."""
 
 
 class ArgumentTable:
@@ -89,7 +82,7 @@ def _c_type(typ: types.Type) -> Any:
     elif isinstance(typ, types.BaseTuple):
         fields = [_c_type(element) for element in typ]
     else:
-        return C_TYPES[typ]
+        return to_ctypes(typ)
     names = [(f"part{i}", field) for i, field in enumerate(fields)]
     return type("Native", (ctypes.Structure,), {"_fields_": names})
 

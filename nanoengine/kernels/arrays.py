@@ -12,34 +12,26 @@ from numba.extending import intrinsic
 from numba.np.arrayobj import _empty_nd_impl
 
 
-def _array(context, builder, array_type, shape, sizes):
-    """A new array; shape: the type of the tuple `sizes`."""
-    lengths = [
-        context.cast(builder, size, types.unliteral(size_type), types.intp)
-        for size, size_type in zip(cgutils.unpack_tuple(builder, sizes), shape, strict=True)
-    ]
-    return _empty_nd_impl(context, builder, array_type, lengths)
+def _allocator(is_zeroed):
+    def allocate(typing_context, shape, dtype):
+        """np.empty(shape, dtype) or np.zeros(shape, dtype) for a tuple `shape`."""
+        array_type = types.Array(dtype.dtype, len(shape), "C")
+
+        def codegen(context, builder, signature, args):
+            lengths = [
+                context.cast(builder, size, types.unliteral(size_type), types.intp)
+                for size, size_type in zip(
+                    cgutils.unpack_tuple(builder, args[0]), shape, strict=True
+                )
+            ]
+            array = _empty_nd_impl(context, builder, array_type, lengths)
+            if is_zeroed:
+                cgutils.memset(builder, array.data, builder.mul(array.itemsize, array.nitems), 0)
+            return array._getvalue()
+
+        return array_type(shape, dtype), codegen
+
+    return intrinsic(allocate)
 
 
-@intrinsic
-def empty(typing_context, shape, dtype):
-    """np.empty(shape, dtype) for a tuple `shape`."""
-    array_type = types.Array(dtype.dtype, len(shape), "C")
-
-    def codegen(context, builder, signature, args):
-        return _array(context, builder, array_type, shape, args[0])._getvalue()
-
-    return array_type(shape, dtype), codegen
-
-
-@intrinsic
-def zeros(typing_context, shape, dtype):
-    """np.zeros(shape, dtype) for a tuple `shape`."""
-    array_type = types.Array(dtype.dtype, len(shape), "C")
-
-    def codegen(context, builder, signature, args):
-        array = _array(context, builder, array_type, shape, args[0])
-        cgutils.memset(builder, array.data, builder.mul(array.itemsize, array.nitems), 0)
-        return array._getvalue()
-
-    return array_type(shape, dtype), codegen
+empty, zeros = _allocator(False), _allocator(True)

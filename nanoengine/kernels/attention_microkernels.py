@@ -23,7 +23,7 @@ from llvmlite import ir
 from numba import types
 
 from nanoengine.kernels.arrays import zeros
-from nanoengine.kernels.cpu_linear import to_bf16
+from nanoengine.kernels.cpu_linear import BF16_DOTS, to_bf16
 from nanoengine.kernels.emit import FLOATS, I32, BFloat, Emit, emit_intrinsic
 from nanoengine.kernels.exp import COEFFICIENTS_2, LOWEST_2, SHIFT_2
 from nanoengine.kernels.gemm import I8, I16, I64, LINE
@@ -36,7 +36,7 @@ KV_TILE = 64  # tokens between two updates of the running maximum
 ROWS, VECTORS = 4, (4 if CURRENT.registers == 32 else 2)
 HALF = VECTORS // 2
 WIDE = 4  # vectors of a tile of two rows: fewer sums would wait for each other
-BF16_DOTS = CURRENT.bf16_dots == "vdpbf16ps"
+
 VECTOR_BYTES = CURRENT.vector_bits // 8
 
 # Why: no "nnan" and "ninf": a NaN in one sequence must come out as NaN, there and only there. No
@@ -258,7 +258,7 @@ def to_cache_dtype(x, cache):
     """A value as it is stored in a cache: rounded to bfloat16, half to even, or unchanged."""
     if cache.dtype != types.uint16:
         return lambda x, cache: x
-    return lambda x, cache: np.uint16(bf16_bits(x))
+    return lambda x, cache: np.uint16(to_bf16(np.float32(x).view(np.uint32)))
 
 
 @emit_intrinsic(literals=True)
@@ -266,12 +266,6 @@ def prefetch_element(emit, array, at, to_write):
     """Prefetches the cache line of an element of a flat array, for a read (0) or a write (1)."""
     write = emit.kinds.to_write.literal_value
     emit.prefetch(emit.pointer(emit.kinds.array, array, at), write=write)
-
-
-@compiled(fastmath=(), inline=True)
-def bf16_bits(x):
-    """The bits of a float32 rounded to bfloat16."""
-    return to_bf16(np.float32(x).view(np.uint32))
 
 
 @specialize()

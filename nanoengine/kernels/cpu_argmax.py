@@ -167,36 +167,31 @@ def _allowed(masks, r, p):
     return (np.int64(masks[r, p // 2]) >> PANEL * (p % 2)) & ALL_OUTPUTS
 
 
-@compiled(fastmath=FASTMATH, inline=True)
-def _bound_panels(values, copy, scales, slack, units, norms, masks, upper, lower, lo, hi):
-    """`_bound` for panels lo ... hi - 1."""
-    (num_rows, size), tiles = values.shape, -(-len(values) // MAX_ROWS)
-    x, w, steps = values.reshape(-1), copy.reshape(-1), size // 4
-    share = -(-LINE // max(1, tiles))  # bytes of the next panel that a tile prefetches each time
-    estimates = empty((num_rows * PANEL,), np.float32)  # of a panel, in units of both factors
-    lower[:] = -np.inf
-    for p in range(lo, hi):
-        for t in range(tiles):
-            first, last = num_rows * t // tiles, num_rows * (t + 1) // tiles
-            multiply16(x, first * size, size, w, p * PANEL * size, steps, estimates, first * PANEL,
-                       PANEL, PANEL * size + t * share * steps, share, last - first,
-                       1)  # fmt: skip
-        for r in range(num_rows):
-            upper[r, p], panel_lower = _bounds(
-                estimates, r * PANEL, scales, slack, p * PANEL, units[r], norms[r],
-                _allowed(masks, r, p),
-            )  # fmt: skip
-            lower[r] = max(lower[r], panel_lower)
-
-
 @compiled(fastmath=FASTMATH)
 def _bound(values, copy, scales, slack, units, norms, masks, upper, lower, first, last):
     """upper[r, p] = an upper bound of panel p's largest output in row r; lower[s, r] = a lower
     bound of the largest output in the panels of share s. From estimates: values [L, K] times the
     int8 copy."""
+    (num_rows, size), tiles = values.shape, -(-len(values) // MAX_ROWS)
+    x, w, steps = values.reshape(-1), copy.reshape(-1), size // 4
+    fetch = -(-LINE // max(1, tiles))  # bytes of the next panel that a tile prefetches each time
+    estimates = empty((num_rows * PANEL,), np.float32)  # of a panel, in units of both factors
     for share in range(first, last):
         lo, hi = share_of(len(copy), share, len(lower))
-        _bound_panels(values, copy, scales, slack, units, norms, masks, upper, lower[share], lo, hi)
+        share_lower = lower[share]
+        share_lower[:] = -np.inf
+        for p in range(lo, hi):
+            for t in range(tiles):
+                row, stop = num_rows * t // tiles, num_rows * (t + 1) // tiles
+                multiply16(x, row * size, size, w, p * PANEL * size, steps, estimates, row * PANEL,
+                           PANEL, PANEL * size + t * fetch * steps, fetch, stop - row,
+                           1)  # fmt: skip
+            for r in range(num_rows):
+                upper[r, p], panel_lower = _bounds(
+                    estimates, r * PANEL, scales, slack, p * PANEL, units[r], norms[r],
+                    _allowed(masks, r, p),
+                )  # fmt: skip
+                share_lower[r] = max(share_lower[r], panel_lower)
 
 
 @compiled(fastmath=FASTMATH, inline=True)

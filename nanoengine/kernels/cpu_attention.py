@@ -329,39 +329,35 @@ def _attend_tasks(
                 scale_row(sums, r * head_dim, one, parts, (base + r) * head_dim, head_dim)
 
 
-@compiled(fastmath=FASTMATH, inline=True)
-def _combine(merge, parts, sizes, sinks, out_rows, partial_out, partial_stats):
-    """`combine` for one tile."""
+@compiled(fastmath=FASTMATH)
+def _combine(merges, parts, sizes, sinks, out_rows, partial_out, partial_stats, lo, hi):
+    """`combine` for the tiles lo ... hi - 1."""
     num_heads, num_kv_heads, head_dim, _ = sizes
     group_size = num_heads // num_kv_heads
     result = out_rows.reshape(-1)
     ln2 = result.dtype.type(LN2)  # maxima are in units of it
-    part_rows = parts[merge[FIRST] : merge[FIRST] + merge[COUNT]]
-    for r in range(merge[MERGE_QUERIES] * group_size):
-        highest = partial_stats[part_rows[0] + r, 0]
-        for s in range(1, len(part_rows)):
-            highest = max(highest, partial_stats[part_rows[s] + r, 0])
-        head = merge[MERGE_HEAD] * group_size + r % group_size
-        at = ((merge[MERGE_QUERY] + r // group_size) * num_heads + head) * head_dim
-        total, line = result.dtype.type(0), result[at : at + head_dim]
-        for d in range(head_dim):
-            line[d] = 0
-        for s in range(len(part_rows)):
-            row = part_rows[s] + r
-            weight = exp((partial_stats[row, 0] - highest) * ln2)
-            part = partial_out[row]
-            total += weight * partial_stats[row, 1]
-            for d in range(head_dim):
-                line[d] += weight * part[d]
-        inverse = _inverse(highest, total, sinks, head)
-        for d in range(head_dim):
-            line[d] *= inverse
-
-
-@compiled(fastmath=FASTMATH)
-def _combine_merges(merges, parts, sizes, sinks, out_rows, partial_out, partial_stats, lo, hi):
     for i in range(lo, hi):
-        _combine(merges[i], parts, sizes, sinks, out_rows, partial_out, partial_stats)
+        merge = merges[i]
+        part_rows = parts[merge[FIRST] : merge[FIRST] + merge[COUNT]]
+        for r in range(merge[MERGE_QUERIES] * group_size):
+            highest = partial_stats[part_rows[0] + r, 0]
+            for s in range(1, len(part_rows)):
+                highest = max(highest, partial_stats[part_rows[s] + r, 0])
+            head = merge[MERGE_HEAD] * group_size + r % group_size
+            at = ((merge[MERGE_QUERY] + r // group_size) * num_heads + head) * head_dim
+            total, line = result.dtype.type(0), result[at : at + head_dim]
+            for d in range(head_dim):
+                line[d] = 0
+            for s in range(len(part_rows)):
+                row = part_rows[s] + r
+                weight = exp((partial_stats[row, 0] - highest) * ln2)
+                part = partial_out[row]
+                total += weight * partial_stats[row, 1]
+                for d in range(head_dim):
+                    line[d] += weight * part[d]
+            inverse = _inverse(highest, total, sinks, head)
+            for d in range(head_dim):
+                line[d] *= inverse
 
 
 @compiled(fastmath=FASTMATH)
@@ -371,7 +367,7 @@ def combine(merges, parts, sizes, sinks, out_rows, partial_out, partial_stats, w
     merges, parts: from `plan_tasks`. A sink is added here, once for all splits.
     """
     operands = merges, parts, sizes, sinks, out_rows, partial_out, partial_stats
-    parallel_for(_combine_merges, len(merges), workers, operands)
+    parallel_for(_combine, len(merges), workers, operands)
 
 
 @specialize()
@@ -410,20 +406,16 @@ def attend(
 
 
 @compiled(fastmath=FASTMATH)
-def _store_tokens(k, k_stride, v, v_stride, slots, k_cache, v_cache, sizes, lo, hi):
-    _, num_kv_heads, head_dim, _ = sizes
+def _store_tokens(k, v, slots, k_cache, v_cache, sizes, lo, hi):
     for t in range(lo, hi):
-        for h in range(num_kv_heads):
-            k_line = k[t * k_stride + h * head_dim : t * k_stride + (h + 1) * head_dim]
-            v_line = v[t * v_stride + h * head_dim : t * v_stride + (h + 1) * head_dim]
-            store_head(k_line, v_line, slots[t], h, k_cache, v_cache, sizes)
+        for h in range(k.shape[1]):
+            store_head(k[t, h], v[t, h], slots[t], h, k_cache, v_cache, sizes)
 
 
 @compiled(fastmath=FASTMATH)
-def store(k, k_stride, v, v_stride, slots, k_blocks, v_blocks, sizes, workers):
-    """Copies the key and value of token t to k_blocks and v_blocks at slots[t]."""
-    k_cache, v_cache = k_blocks.reshape(-1), v_blocks.reshape(-1)
-    operands = k, k_stride, v, v_stride, slots, k_cache, v_cache, sizes
+def store(k, v, slots, k_blocks, v_blocks, sizes, workers):
+    """Copies the key and value [K, D] of token t to k_blocks and v_blocks at slots[t]."""
+    operands = k, v, slots, k_blocks.reshape(-1), v_blocks.reshape(-1), sizes
     parallel_for(_store_tokens, len(slots), workers, operands)
 
 

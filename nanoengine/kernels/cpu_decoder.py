@@ -170,15 +170,10 @@ def activate(x, weight, activation, out, workers):
         else:
             _matmul_and_gate_panels(x, weight, activation, out, workers)
 
-    if out.dtype == types.uint32:
-        return lambda x, weight, activation, out, workers: _matmul_and_gate_panels(
-            x, weight, activation, out, workers
-        )
-    if len(weight) <= 3:
+    if out.dtype != types.uint32 and len(weight) <= 3:
         return fused
-    return lambda x, weight, activation, out, workers: _matmul_and_gate(
-        x, weight, activation, out, workers
-    )
+    kernel = _matmul_and_gate_panels if out.dtype == types.uint32 else _matmul_and_gate
+    return lambda x, weight, activation, out, workers: kernel(x, weight, activation, out, workers)
 
 
 @specialize(FASTMATH)

@@ -228,18 +228,12 @@ def gather_all(inputs, order, top_k, workers):
 
 @compiled(fastmath=FASTMATH)
 def _add(results, order, top_k, weights, out, lo, hi):
+    """out[token] += weight * result in the columns lo ... hi - 1, in the order of the rows."""
     flat = weights.reshape(-1)
     for r in range(len(results)):
         row, result, weight = out[order[r] // top_k], results[r], flat[order[r]]
         for i in range(lo, hi):
             row[i] += result[i] * weight
-
-
-@compiled(fastmath=FASTMATH)
-def add(results, order, top_k, weights, out, num_workers):
-    """out[token] += weight * result, in the order of the rows."""
-    workers = 1 if results.size <= SMALL else num_workers
-    parallel_for(_add, out.shape[1], workers, (results, order, top_k, weights, out))
 
 
 @compiled(fastmath=FASTMATH)
@@ -272,7 +266,8 @@ def add_experts(x, ids, weights, gate_up, down, num_experts, inner, activation, 
         _matmul(rows, gate_up, edges, gate_up_out, num_workers)
         gate(gate_up_out, activation, gated, num_workers)
         _matmul(to_operand(gated, down[0], num_workers), down, edges, results, num_workers)
-        add(results, batch, top_k, weights, out, num_workers)
+        workers = 1 if results.size <= SMALL else num_workers
+        parallel_for(_add, out.shape[1], workers, (results, batch, top_k, weights, out))
 
 
 @compiled(fastmath=FASTMATH)

@@ -78,11 +78,9 @@ def _convolve_some(x, column, gated, segments, states, base, weight, bias, out, 
 
 
 @compiled(fastmath=FASTMATH)
-def convolve_channels(
-    x, first, gated, segments, states, base, weight, bias, out, step, workers
-):  # fmt: skip
-    """out [T, C] = the silu of the convolution of the tokens of one `ScanStep`; or, if gated, the
-    output gate times the convolution of (input gate times values).
+def convolve_channels(x, first, gated, segments, states, base, weight, bias, out, workers):
+    """out [T, C] = the silu of the convolution of a step's tokens; or, if gated, the output gate
+    times the convolution of (input gate times values).
 
     Args:
         x: [T, columns], as projected; values from column `first` on; gates in the first 2 C
@@ -92,11 +90,12 @@ def convolve_channels(
         weight, bias: [W, C]; [C], or none.
     """
     steps, parts = segments[2], -(-weight.shape[1] // CHANNELS)
-    parallel_for(
-        _convolve_some, (steps[step + 1] - steps[step]) * parts,
-        1 if x.size <= SMALL else workers,
-        (x, first, gated, segments, states, base, weight, bias, out, steps[step]),
-    )  # fmt: skip
+    for step in range(len(steps) - 1):
+        parallel_for(
+            _convolve_some, (steps[step + 1] - steps[step]) * parts,
+            1 if x.size <= SMALL else workers,
+            (x, first, gated, segments, states, base, weight, bias, out, steps[step]),
+        )  # fmt: skip
 
 
 @compiled(fastmath=FASTMATH)
@@ -127,14 +126,12 @@ def convolution(x, segments, layer_cache, mixer, workers):
         mixer: a `Convolution`.
     """
     projection, weight, bias = mixer
-    projected = empty((len(x), 3 * weight.shape[1]), x.dtype)
+    channels = weight.shape[1]
+    projected, out = empty((len(x), 3 * channels), x.dtype), empty((len(x), channels), x.dtype)
     matmul(x, projection, projected, workers)
-    out = empty((len(x), weight.shape[1]), x.dtype)
-    for step in range(len(segments[2]) - 1):
-        first = 2 * weight.shape[1]
-        convolve_channels(
-            projected, first, True, segments, layer_cache[0], 0, weight, bias, out, step, workers
-        )  # fmt: skip
+    convolve_channels(
+        projected, 2 * channels, True, segments, layer_cache[0], 0, weight, bias, out, workers
+    )
     return out
 
 

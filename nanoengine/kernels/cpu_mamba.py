@@ -185,15 +185,14 @@ def mamba_rule(projected, segments, states, weights, shape, kind, eps, limits, o
     conv, bias, norm = weights[0], weights[1], weights[5]
     num_heads = groups * heads
     mixed = empty((tokens, conv.shape[1]), projected.dtype)
+    convolve_channels(
+        projected, num_heads * values, False, segments, states, num_heads * keys * values, conv,
+        bias, mixed, workers,
+    )  # fmt: skip
     for step in range(len(steps) - 1):
-        begin, count = steps[step], steps[step + 1] - steps[step]
-        convolve_channels(
-            projected, num_heads * values, False, segments, states, num_heads * keys * values, conv,
-            bias, mixed, step, workers,
-        )  # fmt: skip
         parallel_for(
-            _advance, count * num_heads, workers,
-            (projected, mixed, segments, states, weights, shape, limits, out, begin),
+            _advance, (steps[step + 1] - steps[step]) * num_heads, workers,
+            (projected, mixed, segments, states, weights, shape, limits, out, steps[step]),
         )  # fmt: skip
     parallel_for(
         _gate_and_norm, tokens * groups, 1 if out.size <= SMALL else workers,

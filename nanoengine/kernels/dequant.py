@@ -37,12 +37,8 @@ def _half_byte(build, line, i: int):
     return build.lshr(line, _ints(4, BYTES)) if i else build.and_(line, _ints(15, BYTES))
 
 
-def _floats(build, line):
+def _floats(build, line, i=0):
     return build.sitofp(build.sext(line, WORDS), FLOATS)
-
-
-def _int8(build, line, i):
-    return _floats(build, line)
 
 
 def _look_up(build, line, i, table):
@@ -93,7 +89,7 @@ def _e2m1(build, line, i):
     return _floats(build, build.select(is_negative, build.neg(value), value))
 
 
-FORMS = {8: (_int8, 1), 4: (_int4, 2), E4M3: (_e4m3, 1), E2M1: (_e2m1, 2)}
+FORMS = {8: (_floats, 1), 4: (_int4, 2), E4M3: (_e4m3, 1), E2M1: (_e2m1, 2)}
 """For each form: the function that converts it to floats, and the inputs per byte."""
 
 

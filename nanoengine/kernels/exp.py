@@ -13,7 +13,8 @@ import math
 
 import numpy as np
 from numba import types
-from numba.extending import overload
+
+from nanoengine.kernels.jit import specialize
 
 LOG2_E, LN2_HIGH, LN2_LOW = 1.4426950, 0.693359375, -2.1219444e-4
 COEFFICIENTS = (1.9875691e-4, 1.3981999e-3, 8.3334519e-3, 4.1665796e-2, 1.6666665e-1, 0.5)
@@ -23,13 +24,9 @@ LOWEST_2 = -127.0  # here the exponent of a float32 is 0, and 2 ** x too
 SHIFT_2 = 3 * 2.0**22 + 127  # adding it to a float32 rounds fractions away
 
 
+@specialize(("contract",))
 def exp(x):
     """e ** x for x <= 0, exactly 0 below the smallest normal number."""
-    return math.exp(x)
-
-
-@overload(exp, jit_options={"fastmath": {"contract"}})
-def _exp(x):
     if x != types.float32:
         return lambda x: math.exp(x)
     log2_e, ln2_high, ln2_low = np.float32(LOG2_E), np.float32(LN2_HIGH), np.float32(LN2_LOW)

@@ -96,26 +96,22 @@ class ByteTile(Emit):
         unless the dot products are generic."""
         if self.isa.byte_dots == "vpmaddubsw":
             return self.call("llvm.x86.avx2.pmadd.ub.sw", self.pairs, first, second)
-        build, eight = self.builder, self.ints(8, self.pairs)
-        first, second = (build.bitcast(value, self.pairs) for value in (first, second))
-        odd = build.mul(build.ashr(first, eight), build.ashr(second, eight))
-        first, second = (build.ashr(build.shl(value, eight), eight) for value in (first, second))
-        return build.add(build.mul(first, second), odd)
+        odd, even = zip(self.odd_and_even(first), self.odd_and_even(second), strict=True)
+        return self.builder.add(self.builder.mul(*even), self.builder.mul(*odd))
 
-    def odd_and_even(self, values):
-        """The odd and the even signed bytes, each as 16-bit words."""
-        eight, pairs = self.ints(8, self.pairs), self.builder.bitcast(values, self.pairs)
-        even = self.builder.ashr(self.builder.shl(pairs, eight), eight)
-        return self.builder.ashr(pairs, eight), even
+    def odd_and_even(self, values, bits=8):
+        """The odd and the even signed integers of 8 bits as words of 16 bits, or of 16 as 32."""
+        kind = self.pairs if bits == 8 else self.words
+        shift, words = self.ints(bits, kind), self.builder.bitcast(values, kind)
+        even = self.builder.ashr(self.builder.shl(words, shift), shift)
+        return self.builder.ashr(words, shift), even
 
     def add_adjacent(self, pairs):
         """Sums of two adjacent 16-bit integers in 32 bits."""
         if self.isa.byte_dots == "vpmaddubsw":
             ones = self.ints(1, self.pairs)
             return self.call("llvm.x86.avx2.pmadd.wd", self.words, pairs, ones)
-        build, half = self.builder, self.ints(16)
-        pairs = build.bitcast(pairs, self.words)
-        return build.add(build.ashr(build.shl(pairs, half), half), build.ashr(pairs, half))
+        return self.builder.add(*self.odd_and_even(pairs, 16))
 
     def load_fp16(self, pointer):
         """Loads one float16 value per output of a panel, as vectors of float32."""
@@ -132,13 +128,12 @@ class ByteTile(Emit):
         if self.isa.byte_dots == "vpdpbusd":
             name = f"llvm.x86.avx512.vpdpwssd.{self.isa.byte_bits}"
             return self.call(name, self.words, total, weight, value)
-        build, half = self.builder, self.ints(16)
         if self.isa.byte_dots == "vpmaddubsw":
-            return build.add(total, self.call("llvm.x86.avx2.pmadd.wd", self.words, weight, value))
-        weight, value = (build.bitcast(number, self.words) for number in (weight, value))
-        odd = build.mul(build.ashr(weight, half), build.ashr(value, half))
-        weight, value = (build.ashr(build.shl(n, half), half) for n in (weight, value))
-        return build.add(total, build.add(build.mul(weight, value), odd))
+            products = self.call("llvm.x86.avx2.pmadd.wd", self.words, weight, value)
+        else:
+            odd, even = zip(*(self.odd_and_even(x, 16) for x in (weight, value)), strict=True)
+            products = self.builder.add(self.builder.mul(*even), self.builder.mul(*odd))
+        return self.builder.add(total, products)
 
     def load_bf16(self, pointer):
         """Loads one bfloat16 value per output of a panel, as vectors of float32."""

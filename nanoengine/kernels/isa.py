@@ -18,7 +18,6 @@ The compiler may reorder the sums in `cpu_layers.py`: a model's log-probabilitie
 
 from __future__ import annotations
 
-import difflib
 import functools
 import platform
 from collections.abc import Collection
@@ -29,6 +28,7 @@ from llvmlite import binding
 from numba.core import config
 
 from nanoengine.errors import ConfigError
+from nanoengine.settings.checks import nearest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,9 +138,7 @@ def choose(name: str | None, features: Collection[str]) -> ISA:
     if name in names:
         choices = ", ".join(isa.name for isa in supported)
         raise ConfigError(f"cpu_isa={name!r} is not supported by this CPU: use one of {choices}")
-    near = difflib.get_close_matches(name, names, n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
-    raise ConfigError(f"cpu_isa must be one of {', '.join(names)}, got {name!r}{hint}")
+    raise ConfigError(f"cpu_isa must be an instruction set, got {name!r}; {nearest(name, names)}")
 
 
 def target_features(isa: ISA) -> str | None:

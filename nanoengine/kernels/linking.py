@@ -19,7 +19,7 @@ import functools
 import gc
 import importlib
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from llvmlite import binding
@@ -59,8 +59,13 @@ class Kernel(CPUDispatcher):
         Why without garbage collection: it takes an eighth of the time, for the compiler's many
         objects.
         """
-        with _no_collection():
+        was_enabled = gc.isenabled()
+        gc.disable()
+        try:
             return super().compile(sig)
+        finally:
+            if was_enabled:
+                gc.enable()
 
     def add_overload(self, cres: Any) -> None:
         """Registers the code for these types; callers link only a reference to it."""
@@ -93,17 +98,6 @@ class InlineFunction(CPUDispatcher):
 
     def _compile_for_args(self, *args: Any, **kws: Any) -> Any:
         raise TypeError(f"{self.py_func.__qualname__} is inline: only kernels can call it")
-
-
-@contextlib.contextmanager
-def _no_collection() -> Iterator[None]:
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def borrowed(context: Any, builder: Any, numba_type: types.Type, value: Any) -> Any:
@@ -154,8 +148,9 @@ class CallFromPython(PyCallWrapper):
         return api.constants
 
 
-class Borrowing:
-    """Writes the arguments and the returns of a function that borrows its arrays."""
+class BorrowingLower(Lower):
+    """numba's LLVM code generation, with the arguments and the returns of a function that borrows
+    its arrays."""
 
     def create_cpython_wrapper(self, release_gil: bool = False) -> None:
         """Writes the function that Python calls."""
@@ -192,10 +187,6 @@ class Borrowing:
             with self.builder.if_then(cgutils.is_null(self.builder, array.meminfo), likely=False):
                 reason = ("a kernel returned a borrowed array: return a copy",)
                 self.call_conv.return_user_exc(self.builder, AssertionError, reason, self.loc)
-
-
-class BorrowingLower(Borrowing, Lower):
-    """numba's LLVM code generation, for a function that borrows its arrays."""
 
 
 @register_pass(mutates_CFG=True, analysis_only=False)
@@ -265,8 +256,7 @@ class IRLib(JITCodeLibrary):
     """numba's container for the LLVM code of an inline function, not optimized: its kernels are
     optimized with it."""
 
-    def _optimize_functions(self, ll_module: Any) -> None:
-        ll_module.data_layout = self._codegen._data_layout
+    _optimize_functions = KernelLib._optimize_functions
 
     def _optimize_final_module(self) -> None:
         pass

@@ -20,7 +20,6 @@ import triton
 import triton.language as tl
 
 from nanoengine.kernels.triton_gemm import products
-from nanoengine.kernels.triton_quantized import quantized_products
 
 
 @triton.jit(do_not_specialize_on_alignment=["order", "starts", "tiles"])
@@ -37,8 +36,8 @@ def expert_gemm_kernel(
 
     order [R], starts [E + 1], tiles [E]: see `align_kernel`. SORTED: x has the sorted rows, and
     results are written in the order of (token, choice) pairs. Else x has the tokens' rows, and
-    results stay sorted. WIDTH: E rounded up to a power of two. FORM, if not "": weight, scales and
-    zeros are as in `quantized_products`, for one expert after the other.
+    results stay sorted. WIDTH: E rounded up to a power of two. Weight, scales and
+    zeros are as in `products`, for one expert after the other.
     """
     column_tiles: tl.constexpr = (OUT + N - 1) // N
     tile, experts = tl.program_id(0) // column_tiles, tl.arange(0, WIDTH)
@@ -57,19 +56,12 @@ def expert_gemm_kernel(
         inside = (rows < last)[:, None]
         x_rows = x + sources.to(tl.int64)[:, None] * X_ROW
         expert_index = expert.to(tl.int64)
-        own_bias = bias + expert_index * OUT
-        if FORM == "":
-            result = products(
-                out, x_rows, inside, weight + expert_index * (OUT * IN), own_bias, columns,
-                IN, OUT, M, N, K, BIAS,
-            )  # fmt: skip
-        else:
-            row_bytes: tl.constexpr = IN // 2 if FORM == "int4" or FORM == "e2m1" else IN
-            groups = expert_index * (OUT * (IN // GROUP))
-            result = quantized_products(
-                out, x_rows, inside, weight + expert_index * (OUT * row_bytes), scales + groups,
-                zeros + groups, own_bias, columns,
-                IN, OUT, M, N, K, GROUP, FORM, ZEROS, BIAS,
-            )  # fmt: skip
+        row_bytes: tl.constexpr = IN // 2 if FORM == "int4" or FORM == "e2m1" else IN
+        groups = expert_index * (OUT * (IN // GROUP))
+        result = products(
+            out, x_rows, inside, weight + expert_index * (OUT * row_bytes), scales + groups,
+            zeros + groups, bias + expert_index * OUT, columns,
+            IN, OUT, M, N, K, GROUP, FORM, ZEROS, BIAS,
+        )  # fmt: skip
         target = out + targets.to(tl.int64)[:, None] * OUT + columns[None, :]
         tl.store(target, result, mask=inside & (columns < OUT)[None, :])

@@ -16,7 +16,7 @@ import torch
 
 from nanoengine.attention.base import AttentionSpec, HeadNormWeights, Rotation
 from nanoengine.attention.batch import Batch
-from nanoengine.attention.cpu import NO_WINDOW, CPUBackend, norm_kind
+from nanoengine.attention.cpu import CPUBackend, norm_kind, window_of
 from nanoengine.kernels.argument_table import ArgumentTable, type_of
 from nanoengine.kernels.cpu_decoder import Attention, ExpertMLP, GatedMLP, LayerTail, decoder_layers
 from nanoengine.kernels.cpu_layers import GATES
@@ -101,7 +101,7 @@ class LayerParts:
             sizes=(spec.num_heads, spec.num_kv_heads, spec.head_dim, self.backend.block_size),
             columns=sum(self.mixer.qkv_proj.parts.values()),
             stored_heads=spec.num_kv_heads,
-            window=NO_WINDOW if spec.sliding_window is None else spec.sliding_window,
+            window=window_of(spec),
             norm_kind=kind,
             norm_eps=f32(head_norm.eps or 0),
             scale=f32(spec.scale),

@@ -54,6 +54,18 @@ class CPUExperts:
         correction, no_bias = router.e_score_correction_bias, np.zeros(0, np.float32)
         down_bias = experts.down_bias if experts.shard.rank == 0 else None
         all_experts, inner = list(experts.experts), experts.local
+        linears = getattr(shared, "gate_up_proj", None), getattr(shared, "down_proj", None)
+        self.adds_shared = experts.shard.world_size == 1 and all(
+            linear is not None and linear.method.has_kernel for linear in linears
+        )
+        shared_expert: tuple[Any, ...] = ()
+        if self.adds_shared:
+            gate = mlp.shared_expert_gate
+            shared_expert = (
+                *(linear.method.operands(linear.bias) for linear in linears),
+                sum(shared.gate_up_proj.parts.values()) // 2, GATES[shared.activation],
+                () if gate is None else gate.method.operands(None),
+            )  # fmt: skip
         self.arguments: tuple[Any, ...] = (
             router.method.operands(router.bias),
             no_bias if correction is None else correction.numpy(),
@@ -68,22 +80,8 @@ class CPUExperts:
                 moe.num_experts, moe.num_experts_per_tok, experts.local,
                 GATES[all_experts[0].activation]
             ),
+            shared_expert,
         )  # fmt: skip
-        linears = getattr(shared, "gate_up_proj", None), getattr(shared, "down_proj", None)
-        self.adds_shared = experts.shard.world_size == 1 and all(
-            linear is not None and linear.method.has_kernel for linear in linears
-        )
-        if self.adds_shared:
-            gate = mlp.shared_expert_gate
-            self.arguments += (
-                (
-                    *(linear.method.operands(linear.bias) for linear in linears),
-                    sum(shared.gate_up_proj.parts.values()) // 2, GATES[shared.activation],
-                    () if gate is None else gate.method.operands(None),
-                ),
-            )  # fmt: skip
-        else:
-            self.arguments += ((),)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         out = np.empty(x.shape, np.float32)

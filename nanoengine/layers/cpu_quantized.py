@@ -29,9 +29,9 @@ from nanoengine.layers.groupwise_panels import GroupedPanels, layout_of, pad_bia
 from nanoengine.layers.kernels import Masks
 from nanoengine.layers.packed import NO_MASKS, full_argmax
 from nanoengine.layers.placement import empty_bytes
-from nanoengine.layers.quantized import QuantizedLinear
+from nanoengine.layers.quantized import QuantizedLinear, packed_values
 from nanoengine.layers.quantized_formats import GGUF
-from nanoengine.layers.quantized_weight import QuantizedWeight, pack_pairs, rotated_weight
+from nanoengine.layers.quantized_weight import QuantizedWeight, rotated_weight
 
 
 def linear_factory(quantization: Quantization) -> Callable[..., QuantizedLinear]:
@@ -49,14 +49,14 @@ def _make_quantized_on_load(name: str, *, bits: int, **options: Any) -> Quantize
     return kind(name, bits=bits, **options)
 
 
-def kernel_of(weight: QuantizedWeight, activations: Literal["int8", "float"]) -> Any:
-    """Returns the kernel that multiplies by a weight of this form; None: there is none, and
-    `QuantizedLinear` multiplies by it in plain torch."""
+def form_of(
+    weight: QuantizedWeight, activations: Literal["int8", "float"]
+) -> Literal["rows", "grouped"] | None:
+    """How a weight is packed: "rows" of int8 for rotated inputs, or "grouped" by `GroupedPanels`.
+    None: no kernel supports it, and `QuantizedLinear` multiplies by it in plain torch."""
     if activations == "int8" and (weight.inputs is not None or weight.has_row_scales):
-        return kernels.linear8
-    if layout_of(weight) is None:
-        return None
-    return grouped.linear_groupwise if activations == "int8" else grouped.linear_fp32
+        return "rows"
+    return None if layout_of(weight) is None else "grouped"
 
 
 class PanelLinear(QuantizedLinear):
@@ -131,7 +131,7 @@ class CPUQuantizedLinear(PanelLinear):
     def _panels_for(self, weight: QuantizedWeight) -> GroupedPanels | None:
         """Returns the packer of these rows and of all others; None: their form has no kernel."""
         is_first = self.panels is None and not self._parts
-        if is_first and kernel_of(weight, self.activations) not in (kernels.linear8, None):
+        if is_first and form_of(weight, self.activations) == "grouped":
             self.panels = GroupedPanels(
                 self.out_features, self.in_features, self.allocate, one_form=len(self._types) < 2
             )
@@ -163,13 +163,13 @@ class CPUQuantizedLinear(PanelLinear):
         return replace(slot, pieces=self.stored.matrix_slots(name, matrix, *loads))
 
     def pack(self, weight: QuantizedWeight) -> None:
-        self.is_packed = kernel_of(weight, self.activations) is kernels.linear8
+        self.is_packed = form_of(weight, self.activations) == "rows"
         if not self.is_packed:
             super().pack(weight)
             return
         self.form = "rows"
-        self.values = _to_panels(_padded(weight.values), 4)
-        self.scales = _to_panels(_padded(_bfloat16_bits(weight.scales)))
+        self.values = _to_panels(weight.values, 4)
+        self.scales = _to_panels(_bfloat16_bits(weight.scales))
 
     def replace(self, weight: QuantizedWeight, first: int) -> None:
         if self.form == "grouped":
@@ -226,12 +226,12 @@ class CPUWeightOnlyLinear(PanelLinear):
         self.group_size = weight.group_size
         float_form = E4M3 if weight.floats else E2M1
         self.form = float_form if weight.floats or weight.table else weight.bits
-        self.values = _to_panels(_padded(_packed_values(weight)))
-        self.scales = _to_panels(_padded(weight.scales))
-        self.zeros = torch.empty(0) if weight.zeros is None else _to_panels(_padded(weight.zeros))
+        self.values = _to_panels(packed_values(weight).view(torch.int8))
+        self.scales = _to_panels(weight.scales)
+        self.zeros = torch.empty(0) if weight.zeros is None else _to_panels(weight.zeros)
 
     def replace(self, weight: QuantizedWeight, first: int) -> None:
-        _replace_rows(self.values, _packed_values(weight), first)
+        _replace_rows(self.values, packed_values(weight).view(torch.int8), first)
         _replace_rows(self.scales, weight.scales, first)
 
     def matmul(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -246,24 +246,15 @@ class CPUWeightOnlyLinear(PanelLinear):
         return values, self.form, scales, zeros, self.group_size
 
 
-def _packed_values(weight: QuantizedWeight) -> torch.Tensor:
-    """Values as int8: [N, K], or [N, K / 2] if they have 4 bits."""
-    return pack_pairs(weight).view(torch.int8) if weight.bits == 4 else weight.values
-
-
-def _padded(matrix: torch.Tensor) -> torch.Tensor:
-    """Pads [N, K] to whole panels of outputs."""
-    return F.pad(matrix, (0, 0, 0, -len(matrix) % PANEL))
-
-
 def _bfloat16_bits(scales: torch.Tensor) -> torch.Tensor:
     """The bits of scales that are exact in bfloat16, as int16."""
     return scales.bfloat16().view(torch.int16)
 
 
 def _to_panels(matrix: torch.Tensor, inputs: int = 1) -> torch.Tensor:
-    """[N, K] -> flat [panels, K / inputs, 16 outputs, inputs]."""
-    split = matrix.unflatten(1, (-1, inputs)).unflatten(0, (-1, PANEL))
+    """[N, K] -> flat [panels, K / inputs, 16 outputs, inputs]; outputs are padded with zeros."""
+    padded = F.pad(matrix, (0, 0, 0, -len(matrix) % PANEL))
+    split = padded.unflatten(1, (-1, inputs)).unflatten(0, (-1, PANEL))
     return split.transpose(1, 2).reshape(-1)
 
 

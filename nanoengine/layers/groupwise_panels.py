@@ -54,8 +54,7 @@ def layout_of(weight: QuantizedWeight) -> PanelLayout | None:
     bits, size, inputs = weight.bits, weight.group_size, weight.values.shape[1]
     lowest = -(1 << bits - 1) if weight.lowest is None else weight.lowest
     two_levels, centered = weight.factors is not None, int(lowest < 0)
-    if two_levels:
-        assert weight.factors is not None
+    if weight.factors is not None:
         is_supported = size in (16, 32) and -(-inputs // BLOCK) == weight.factors.shape[1]
         is_supported &= weight.zeros is None
         shift = 0

@@ -27,8 +27,12 @@ from torch import nn
 
 from nanoengine.attention.base import AttentionBackend
 from nanoengine.checkpoint.config import ModelConfig
+from nanoengine.checkpoint.quantization import Quantization
 from nanoengine.checkpoint.slots import MatrixPart, WeightSlot, ordered
 from nanoengine.layers.collectives import Shard
+
+Factory = Callable[..., "LinearMethod | None"]
+"""Makes the method of a quantized layer: see `quantized_linears`."""
 
 Masks = Callable[[], np.ndarray]
 """Returns the allowed outputs per row, one bit per output; see `kernels/cpu_argmax.py`."""
@@ -54,12 +58,9 @@ class Kernels:
     embedding: Callable[[str], LinearMethod] | None = None
     products: tuple[str, ...] = ()
 
-    def __init__(
-        self,
-        attention: AttentionBackend,
-        linear: Callable[[str], LinearMethod] | None = None,
-    ) -> None:
-        self.attention, self.linear = attention, linear or UnquantizedLinear
+    def __init__(self, attention: AttentionBackend) -> None:
+        self.attention = attention
+        self.linear: Callable[[str], LinearMethod] = UnquantizedLinear
 
     def dtypes(
         self, config: ModelConfig, dtype: torch.dtype, shard: Shard
@@ -68,27 +69,24 @@ class Kernels:
         dtype in which embeddings and matrices are stored."""
         return dtype, dtype
 
-    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """x / rms(x) * weight over the last dimension: x [T, N], weight [N] -> [T, N]."""
-        normed = F.rms_norm(x.to(weight.dtype), (x.shape[-1],), None, eps)
-        return (normed * weight).to(x.dtype)
-
-    def add_rms_norm(
-        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    def rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns (norm(x + residual), x + residual), both [T, N]; either input may be
-        overwritten."""
-        residual = x + residual
-        return self.rms_norm(residual, weight, eps), residual
+        overwritten. Without a residual (norm(x), x), and x is kept. The norm is x / rms(x) * weight
+        over the last dimension, weight [N]."""
+        x = x if residual is None else x + residual
+        normed = F.rms_norm(x.to(weight.dtype), (x.shape[-1],), None, eps)
+        return (normed * weight).to(x.dtype), x
 
     def gate(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
         """act(gate) * up: [T, 2 I], gate first -> [T, I]. `activation` is a key of `GATES`."""
         gate, up = gate_up.chunk(2, dim=-1)
         return GATES[activation](gate, up)
 
-    def quantized_linear_factory(self) -> Callable[..., LinearMethod | None] | None:
-        """Returns the function that makes methods for quantized weights on a GPU, an argument of
-        `quantized_linears`; None: this set has no kernel for them."""
+    def quantized_linear_factory(self, quantization: Quantization | None = None) -> Factory | None:
+        """Returns the function that makes methods for weights with this quantization; None: this
+        set has no kernel for them. Quantization None: as stored, with float activations."""
         return None
 
     def place(self, model: nn.Module) -> None:
@@ -164,11 +162,6 @@ class LinearMethod(nn.Module, ABC):
     @abstractmethod
     def apply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """[..., in_features] -> [..., out_features], in x's dtype."""
-
-    def apply_gated(self, x: torch.Tensor, activation: str, kernels: Kernels) -> torch.Tensor:
-        """[T, in_features] -> act(gate) * up [T, out_features / 2], with outputs ordered gate, up;
-        a method may fuse the two."""
-        return kernels.gate(self.apply(x, None), activation)
 
     def argmax(
         self, x: torch.Tensor, softcap: float | None = None, masks: Masks | None = None

@@ -18,7 +18,6 @@ import torch
 from nanoengine.checkpoint.config import ModelConfig
 from nanoengine.checkpoint.slots import MatrixPart, WeightSlot, ordered
 from nanoengine.layers.collectives import Shard
-from nanoengine.layers.kernels import Kernels
 from nanoengine.layers.layer import Layer, ModelContext
 
 
@@ -85,12 +84,6 @@ class MergedLinear(Linear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.method.apply(x, self.bias)
-
-    def gated(self, x: torch.Tensor, activation: str, kernels: Kernels) -> torch.Tensor:
-        """act(first part) * second part, for two parts: [T, in_features] -> [T, I]."""
-        if self.bias is not None:
-            return kernels.gate(self.method.apply(x, self.bias), activation)
-        return self.method.apply_gated(x, activation, kernels)
 
     def weight_slots(self, path: str) -> dict[str, WeightSlot]:
         parent, slots, first = path.rpartition(".")[0], {}, 0

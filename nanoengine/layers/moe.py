@@ -14,6 +14,7 @@ Legend: T tokens, E experts, k experts per token, I intermediate size of an expe
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import nn
@@ -113,25 +114,20 @@ class Expert(Layer):
         context: ModelContext,
     ) -> None:
         super().__init__()
-        up = local if activation == "relu2" else 2 * local
-        storage = context.stored_dtype, context.device
+        has_gate, storage = activation != "relu2", (context.stored_dtype, context.device)
+        up = 2 * local if has_gate else local
         self.gate_up = context.kernels.linear(f"{path}.gate_up_proj")
         self.gate_up.create((up, hidden_size), *storage)
         self.down = context.kernels.linear(f"{path}.down_proj")
         self.down.create((hidden_size, local), *storage)
-        self.activation, self.kernels = activation, context.kernels
+        self.activation = activation
+        self.activate = partial(context.kernels.gate, activation=activation) if has_gate else relu2
 
     def forward(
         self, hidden: torch.Tensor, bias: torch.Tensor | None, down_bias: torch.Tensor | None
     ) -> torch.Tensor:
         """[T, hidden_size] -> the same; `bias` is the bias of gate and up, [2 I]."""
-        if self.activation == "relu2":
-            gated = relu2(self.gate_up.apply(hidden, bias))
-        elif bias is None:
-            gated = self.gate_up.apply_gated(hidden, self.activation, self.kernels)
-        else:
-            gated = self.kernels.gate(self.gate_up.apply(hidden, bias), self.activation)
-        return self.down.apply(gated, down_bias)
+        return self.down.apply(self.activate(self.gate_up.apply(hidden, bias)), down_bias)
 
 
 class Experts(Layer):
@@ -181,9 +177,8 @@ class Experts(Layer):
             if not count:
                 continue
             group = slice(start, start + count)
-            result = self.experts[index](
-                hidden.index_select(0, tokens[group]), *self.biases_of(index)
-            )
+            x = hidden.index_select(0, tokens[group])
+            result = self.experts[index](x, *self.biases_of(index))
             out.index_add_(0, tokens[group], result * weights[group])
             start = group.stop
         return self.all_reduce(out)

@@ -37,9 +37,7 @@ class RMSNorm(Layer):
 
         A pre-norm decoder needs both at each norm.
         """
-        if residual is None:
-            return self.kernels.rms_norm(x, self.weight, self.eps), x
-        return self.kernels.add_rms_norm(x, residual, self.weight, self.eps)
+        return self.kernels.rms_norm(x, residual, self.weight, self.eps)
 
     def weight_slots(self, path: str) -> dict[str, WeightSlot]:
         return {f"{path}.weight": WeightSlot(shape=tuple(self.weight.shape), store=self.store)}

@@ -17,25 +17,15 @@ import torch
 from nanoengine.attention.base import Rotation
 from nanoengine.checkpoint.config import ModelConfig
 from nanoengine.checkpoint.rope import RopeConfig
-from nanoengine.errors import ConfigError
 from nanoengine.layers.layer import Layer, ModelContext
 
 
 class RotaryEmbedding(Layer):
-    """Looks up cos and sin of each position in a table [num_positions, head_dim], cos then sin.
-
-    Raises:
-        ConfigError: `context.max_positions` exceeds the model's longest context.
-    """
+    """Looks up cos and sin of each position in a table [num_positions, head_dim], cos then sin."""
 
     def __init__(self, rope: RopeConfig, config: ModelConfig, context: ModelContext) -> None:
         super().__init__()
-        longest = config.max_position_embeddings
-        num_positions = longest if context.max_positions is None else context.max_positions
-        if not 1 <= num_positions <= longest:
-            raise ConfigError(
-                f"max_model_len={num_positions} must be in [1, {longest}], the model's context"
-            )
+        num_positions = context.max_positions or config.max_position_embeddings
         table = torch.cat(self.make_table(rope, config, num_positions), dim=-1)
         self.register_buffer("table", table.to(context.device, context.dtype), persistent=False)
 

@@ -23,7 +23,7 @@ import torch
 from nanoengine.checkpoint.layer_config import MoEConfig
 from nanoengine.kernels import triton_experts, triton_routing
 from nanoengine.kernels.launch import Constants, cdiv, launch, next_power_of_2
-from nanoengine.layers.kernels import LinearMethod, relu2
+from nanoengine.layers.kernels import LinearMethod
 from nanoengine.layers.moe import Experts, Router
 from nanoengine.layers.triton_linear import (
     DTYPES,
@@ -51,7 +51,7 @@ class StackForm(NamedTuple):
     group: int
 
 
-FLOATS = StackForm("", 0, 0)
+FLOATS = StackForm("", 0, 1)
 
 
 class TritonExperts:
@@ -75,8 +75,7 @@ class TritonExperts:
     def __init__(self, router: Router, experts: Experts) -> None:
         all_experts: Sequence[Any] = list(experts.experts)
         self.router, self.all_reduce = router, experts.all_reduce
-        gate, activation = all_experts[0].kernels.gate, all_experts[0].activation
-        self.activate = relu2 if activation == "relu2" else partial(gate, activation=activation)
+        self.activate = all_experts[0].activate
         self.deterministic = isinstance(all_experts[0].down, TritonLinear)
         self.gate_up = stack_weights([each.gate_up for each in all_experts])
         self.down = stack_weights([each.down for each in all_experts])

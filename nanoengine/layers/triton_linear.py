@@ -1,4 +1,5 @@
-"""TritonLinear: a GEMM kernel of our own, for `deterministic=True`.
+"""TritonLinear: a GEMM kernel of our own, for `deterministic=True`. `triton_quantized.py` uses the
+same kernel.
 
 cuBLAS chooses its algorithm, and with it the order of a sum, by the number of rows, so the result
 of a token may have other bits in another batch. TritonLinear has one tile size for all numbers of
@@ -60,34 +61,40 @@ class TritonLinear(UnquantizedLinear):
     product = "floats, in Triton with one tile size"
 
     def apply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        (out_features, in_features), config = self.weight.shape, self.config(x, len(self.weight))
+        out_features, in_features = self.weight.shape
         assert self.weight.is_contiguous(), "the kernel reads whole rows"
-        rows = x.reshape(-1, in_features)
-        rows = rows if rows.stride(1) == 1 else rows.contiguous()
-        out = torch.empty((len(rows), out_features), dtype=x.dtype, device=x.device)
-        launch(
-            triton_gemm.gemm_kernel,
-            (cdiv(len(rows), config.rows), cdiv(out_features, config.columns)),
-            gemm_constants(
-                rows.stride(0), in_features, out_features, bias is not None, config
-            ),
-            out, rows, self.weight, self.weight if bias is None else bias, len(rows),
-        )  # fmt: skip
+        config = gemm_config(arch_of(x.device), out_features, x.dtype)
+        out = gemm(x.reshape(-1, in_features), self.weight, bias, config)
         return out.view(*x.shape[:-1], out_features)
 
-    @staticmethod
-    def config(x: torch.Tensor, out_features: int) -> GemmConfig:
-        """Tile sizes for x times a weight with `out_features` outputs."""
-        return gemm_config(arch_of(x.device), out_features, x.dtype)
+
+def gemm(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, config: GemmConfig, *,
+    form: str = "", group: int = 1,
+    scales: torch.Tensor | None = None, zeros: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """x [T, in_features] times a weight, + bias: [T, out_features]. The form of the weight, its
+    group size, scales and zeros are as in `triton_gemm.products`."""
+    x, outputs = x if x.stride(1) == 1 else x.contiguous(), len(weight)
+    out = torch.empty((len(x), outputs), dtype=x.dtype, device=x.device)
+    has_zeros, biased = zeros is not None, bias is not None
+    launch(
+        triton_gemm.gemm_kernel, (cdiv(len(x), config.rows), cdiv(outputs, config.columns)),
+        gemm_constants(x.stride(0), x.shape[1], outputs, group, form, has_zeros, biased, config),
+        out, x, weight, weight if scales is None else scales, weight if zeros is None else zeros,
+        weight if bias is None else bias, len(x),
+    )  # fmt: skip
+    return out
 
 
 @functools.cache
 def gemm_constants(
-    row: int, inputs: int, outputs: int, biased: bool, config: GemmConfig
+    row: int, inputs: int, outputs: int, group: int, form: str, has_zeros: bool, biased: bool,
+    config: GemmConfig,
 ) -> Constants:  # fmt: skip
     """The constants of `gemm_kernel`."""
     return Constants(
-        X_ROW=row, IN=inputs, OUT=outputs,
+        X_ROW=row, IN=inputs, OUT=outputs, GROUP=group,
         M=config.rows, N=config.columns, K=config.inputs,
-        BIAS=biased, num_warps=config.warps, num_stages=config.stages,
+        FORM=form, ZEROS=has_zeros, BIAS=biased, num_warps=config.warps, num_stages=config.stages,
     )  # fmt: skip

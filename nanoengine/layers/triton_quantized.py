@@ -25,12 +25,12 @@ import torch.nn.functional as F
 from nanoengine.checkpoint.slots import MatrixPart, WeightSlot
 from nanoengine.kernels import triton_quantized
 from nanoengine.kernels.code_tables import E2M1
-from nanoengine.kernels.launch import Constants, cdiv, launch, next_power_of_2
+from nanoengine.kernels.launch import Constants, launch, next_power_of_2
 from nanoengine.layers.kernels import LinearMethod
 from nanoengine.layers.quantized import QuantizedLinear
 from nanoengine.layers.quantized_formats import GGUF, StoredFormat
 from nanoengine.layers.quantized_weight import QuantizedWeight, codes_of, scales_as_floats
-from nanoengine.layers.triton_linear import GemmConfig, arch_of
+from nanoengine.layers.triton_linear import GemmConfig, arch_of, gemm
 
 TYPES = {"Q4_0", "Q8_0"}
 """Types of GGUF files that the kernel supports."""
@@ -136,23 +136,11 @@ class TritonQuantizedLinear(QuantizedLinear):
             return super().matmul(x, bias)
         if not self.tile:
             return F.linear(x, self.weight, bias)
-        num_rows, num_inputs, num_outputs = len(x), self.in_features, self.out_features
-        x = x if x.stride(1) == 1 else x.contiguous()
-        out = torch.empty((num_rows, num_outputs), dtype=x.dtype, device=x.device)
-        tile = tile_of(num_rows, num_outputs, x.dtype, self.form, self.tile)
-        grid = cdiv(num_rows, tile.rows), cdiv(num_outputs, tile.columns)
-        launch(
-            triton_quantized.quantized_gemm_kernel, grid,
-            Constants(
-                X_ROW=x.stride(0), IN=num_inputs, OUT=num_outputs, GROUP=self.group_size,
-                M=tile.rows, N=tile.columns, K=tile.inputs,
-                FORM=self.form, ZEROS=self.zeros is not None, BIAS=bias is not None,
-                num_warps=tile.warps, num_stages=tile.stages,
-            ),
-            out, x, self.weight, self.scales, self.scales if self.zeros is None else self.zeros,
-            self.scales if bias is None else bias, num_rows,
+        tile = tile_of(len(x), self.out_features, x.dtype, self.form, self.tile)
+        return gemm(
+            x, self.weight, bias, tile, form=self.form, group=self.group_size,
+            scales=self.scales, zeros=self.zeros,
         )  # fmt: skip
-        return out
 
 
 class E4M3Linear(TritonQuantizedLinear):

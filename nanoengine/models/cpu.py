@@ -25,36 +25,24 @@ from nanoengine.kernels.numpy_views import NumpyViews
 from nanoengine.kernels.threads import num_workers, start_workers
 from nanoengine.layers.collectives import Shard
 from nanoengine.layers.cpu_decoder import FusedLayers, LayerParts
-from nanoengine.layers.kernels import ROUTERS, Kernels, LinearMethod, UnquantizedLinear
+from nanoengine.layers.kernels import ROUTERS, Factory, Kernels, LinearMethod, UnquantizedLinear
 from nanoengine.layers.packed import PackedLinear, PrunedArgmaxHead
 from nanoengine.layers.placement import place_buffers, place_parameters
 from nanoengine.models.decoder import CausalLM
 
 
 class CPUKernels(Kernels):
-    """Fused kernels with the arithmetic of `Kernels`; `add_rms_norm` works in place.
+    """Fused kernels with the arithmetic of `Kernels`; with a residual, `rms_norm` works in place.
 
     Weights are packed in the dtype in which they are stored, 32 or 16 bits. With bfloat16, only the
     inputs of matrix products are rounded, and everything else is float32. For float64, only norms
     and gates have kernels.
     """
 
-    def __init__(
-        self,
-        attention: AttentionBackend,
-        quantization: Quantization | None = None,
-        *,
-        dtype: torch.dtype = torch.float32,
-    ) -> None:
+    def __init__(self, attention: AttentionBackend, *, dtype: torch.dtype) -> None:
         """`dtype` is the model's dtype: float32, float64 or bfloat16."""
-        super().__init__(attention, self.unquantized_linear)
-        self.dtype = dtype
-        self.is_quantized = quantization is not None
-        if quantization is not None:
-            from nanoengine.layers import cpu_quantized, quantized
-
-            make = cpu_quantized.linear_factory(quantization) if dtype != torch.float64 else None
-            self.linear = quantized.quantized_linears(quantization, self.unquantized_linear, make)
+        super().__init__(attention)
+        self.linear, self.dtype = self.unquantized_linear, dtype
         start_workers()
         self._views = NumpyViews()
 
@@ -91,22 +79,25 @@ class CPUKernels(Kernels):
         rounds_inputs = self.dtype == torch.bfloat16 and not name.endswith(ROUTERS)
         return kind(name, rounds_inputs=rounds_inputs)
 
-    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        values, factors = x.contiguous().numpy(), self._views(weight)
-        out = np.empty(values.shape, values.dtype)
-        eps = values.dtype.type(eps)
-        kernels.rms_norm(values, values, kernels.NO_RESIDUAL, factors, eps, out, num_workers())
-        return torch.from_numpy(out)
+    def quantized_linear_factory(self, quantization: Quantization | None = None) -> Factory | None:
+        if quantization is None or self.dtype == torch.float64:
+            return None
+        from nanoengine.layers.cpu_quantized import linear_factory
 
-    def add_rms_norm(
-        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+        return linear_factory(quantization)
+
+    def rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        values, factors = x.numpy(), self._views(weight)
+        values, factors = x.contiguous().numpy(), self._views(weight)
         eps = values.dtype.type(eps)
-        kernels.rms_norm(
-            values, residual.numpy(), kernels.ADD_RESIDUAL, factors, eps, values, num_workers()
-        )
-        return x, residual
+        if residual is None:
+            out = np.empty(values.shape, values.dtype)
+            kernels.rms_norm(values, values, kernels.NO_RESIDUAL, factors, eps, out, num_workers())
+            return torch.from_numpy(out), x
+        added = residual.numpy()
+        kernels.rms_norm(values, added, kernels.ADD_RESIDUAL, factors, eps, values, num_workers())
+        return torch.from_numpy(values), residual
 
     def gate(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
         values = gate_up.numpy()
@@ -116,7 +107,7 @@ class CPUKernels(Kernels):
         return torch.from_numpy(out)
 
     def place(self, model: CausalLM) -> None:
-        if self.is_quantized:
+        if self.linear != self.unquantized_linear:
             from nanoengine.layers.preallocate import preallocate
 
             preallocate(model)

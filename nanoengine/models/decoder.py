@@ -234,4 +234,4 @@ class GatedMLP(Layer):
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(self.gate_up_proj.gated(x, self.activation, self.kernels))
+        return self.down_proj(self.kernels.gate(self.gate_up_proj(x), self.activation))

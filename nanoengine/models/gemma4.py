@@ -33,7 +33,7 @@ from torch import nn
 from nanoengine.attention.base import AttentionBackend, AttentionSpec, Rotation, rotate
 from nanoengine.attention.batch import Batch
 from nanoengine.checkpoint.config import ModelConfig
-from nanoengine.checkpoint.layer_config import MoEConfig
+from nanoengine.checkpoint.layer_config import Gemma4Config, MoEConfig
 from nanoengine.checkpoint.slots import MatrixPart, WeightSlot, full_slots
 from nanoengine.errors import ConfigError
 from nanoengine.layers.attention import Attention
@@ -54,10 +54,15 @@ from nanoengine.models.generic import (
 )
 
 
+def gemma4_of(config: ModelConfig) -> Gemma4Config:
+    """The part of the config that only this model has."""
+    assert config.plan.gemma4 is not None
+    return config.plan.gemma4
+
+
 def config_for_layer(config: ModelConfig, index: int) -> ModelConfig:
     """Returns the config of a model whose layers all have the shape of layer `index`."""
-    gemma4 = config.plan.gemma4
-    assert gemma4 is not None
+    gemma4 = gemma4_of(config)
     head_dim, kv_heads = gemma4.shapes[config.sliding_windows[index] is None]
     first = config.num_hidden_layers - gemma4.num_kv_shared
     size = config.intermediate_size * (gemma4.shared_mlp_factor if index >= first else 1)
@@ -72,8 +77,7 @@ class Gemma4LM(GenericLM):
     """
 
     def make_decoder(self, config: ModelConfig, context: ModelContext) -> Gemma4Decoder:
-        gemma4, ranks = config.plan.gemma4, context.shard.world_size
-        assert gemma4 is not None
+        gemma4, ranks = gemma4_of(config), context.shard.world_size
         min_kv_heads = min(heads for _, heads in gemma4.shapes)
         if ranks > min_kv_heads and len({heads for _, heads in gemma4.shapes}) > 1:
             raise ConfigError(
@@ -85,8 +89,7 @@ class Gemma4LM(GenericLM):
     @property
     def attention_layers(self) -> list[SharedSlice]:
         """One entry per slice of the KV cache, ordered by the slice's first layer."""
-        gemma4 = self.config.plan.gemma4
-        assert gemma4 is not None
+        gemma4 = gemma4_of(self.config)
         layers = [layer.mixer.attention for layer in self.model.layers]
         slices = gemma4.slices(self.config.sliding_windows)
         specs = [layer.spec for layer in layers]
@@ -128,8 +131,7 @@ class Gemma4Decoder(GenericDecoder):
     def __init__(self, config: ModelConfig, context: ModelContext) -> None:
         Layer.__init__(self)
         plan, hidden, depth = config.plan, config.hidden_size, config.num_hidden_layers
-        gemma4 = plan.gemma4
-        assert gemma4 is not None
+        gemma4 = gemma4_of(config)
         self.embed_tokens = ScaledEmbedding(
             plan.embedding_multiplier, config.vocab_size, hidden, context=context
         )
@@ -165,8 +167,9 @@ class Gemma4Decoder(GenericDecoder):
         inputs = self._inputs(x, batch.token_ids) if self.input_size else None
         rotations, index = self.rotary(batch.positions), 0
         for layer in self.executed_layers:
-            if index == self.first_kv_shared and _has_tokens_without_logits(batch):
-                rows = batch.logits_indices
+            rows = batch.logits_indices
+            has_other_tokens = rows is not None and len(rows) < batch.num_tokens
+            if index == self.first_kv_shared and has_other_tokens:
                 if not len(rows):  # all tokens are chunks of longer prompts
                     return x[:0]
                 batch = logits_tokens_only(batch, self.backend)
@@ -183,12 +186,6 @@ class Gemma4Decoder(GenericDecoder):
         projected = self.per_layer_model_projection(embedded) * self.projection_scale
         normed, _ = self.per_layer_projection_norm(projected.view(-1, self.input_size), None)
         return (normed.view(shape) + self.embed_tokens_per_layer(token_ids).view(shape)) * 2**-0.5
-
-
-def _has_tokens_without_logits(batch: Batch) -> bool:
-    """Whether the step has tokens for which no logits are needed."""
-    indices = batch.logits_indices
-    return indices is not None and len(indices) < batch.num_tokens
 
 
 def logits_tokens_only(batch: Batch, backend: AttentionBackend) -> Batch:
@@ -241,8 +238,7 @@ class Gemma4Layer(GenericLayer):
     ) -> None:
         Layer.__init__(self)
         path, plan, moe = f"model.layers.{index}", config.plan, config.moe
-        gemma4, hidden = plan.gemma4, config.hidden_size
-        assert gemma4 is not None
+        gemma4, hidden = gemma4_of(config), config.hidden_size
         self.index, self.rotation, self.scale = index, rotation, plan.residual_multiplier
         self.self_attn = self.mixer = Gemma4Attention(
             f"{path}.self_attn", index, config, kv_source, context
@@ -252,7 +248,8 @@ class Gemma4Layer(GenericLayer):
         norms = "input_layernorm", "attention_output_norm", "post_attention_layernorm"
         norms += ("mlp_output_norm",)
         if moe is not None:
-            self.router = ScaledRouter(f"{path}.router", hidden, moe, config, context)
+            # Why `gate` too: kernels read the names of `SparseMLP`.
+            self.router = self.gate = ScaledRouter(f"{path}.router", hidden, moe, config, context)
             self.experts = Experts(f"{path}.experts", hidden, moe, plan.hidden_act, context=context)
             self.routed: Callable[..., torch.Tensor] = self._sequential_experts
             norms += "post_mlp_norm", "post_experts_norm", "pre_experts_norm"
@@ -312,11 +309,6 @@ class Gemma4Layer(GenericLayer):
         both = dense + self._norm_and_scale(self.post_experts_norm, sparse)
         return self._norm_and_scale(self.mlp_output_norm, both)
 
-    @property
-    def gate(self) -> ScaledRouter:
-        """The router, named as in `SparseMLP`, because kernels support both classes."""
-        return self.router
-
     def _sequential_experts(self, x: torch.Tensor, router_input: torch.Tensor) -> torch.Tensor:
         return self.experts(x, *self.router(router_input))
 
@@ -339,8 +331,7 @@ class Gemma4Attention(GenericAttention):
         kv_source: Gemma4Attention | None,
         context: ModelContext,
     ) -> None:
-        gemma4 = config.plan.gemma4
-        assert gemma4 is not None
+        gemma4 = gemma4_of(config)
         # Why before super().__init__: the projections and norms made there depend on these.
         self.is_kv_shared, self.eps = kv_source is not None, config.rms_norm_eps
         self.keys_are_values = gemma4.keys_are_values and config.sliding_windows[index] is None

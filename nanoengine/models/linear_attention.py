@@ -44,6 +44,7 @@ class RecurrentLayer(Layer):
     Attributes:
         name: the module's name in a checkpoint's layer.
         plan: the sizes of this rank's part of the layer.
+        bind: binds the layer to its states, [slots, `LinearAttentionConfig.size`].
         graph_safe: a decode makes no decision on the host, and leaves slot 0 zero (see `KVCache`).
         decode_fn, prefill_fn: advance the sequences of a wave that have one token, and those that
             have several: the methods `decode` and `prefill`, or kernels that replace them.
@@ -51,12 +52,9 @@ class RecurrentLayer(Layer):
 
     name, graph_safe = "", False
     plan: LinearAttentionConfig
+    bind: Callable[[torch.Tensor], None]
     decode_fn: Callable[..., torch.Tensor]
     prefill_fn: Callable[..., None]
-
-    def bind(self, states: torch.Tensor) -> None:
-        """Binds the layer to its states, [slots, `LinearAttentionConfig.size`]."""
-        raise NotImplementedError
 
     def run_waves(
         self, batch: Batch, inputs: tuple[torch.Tensor, ...], out: torch.Tensor
@@ -90,6 +88,7 @@ class MatrixStateLayer(RecurrentLayer):
         sizes: elements per key head of each part of the convolution's input.
         inner_size: elements of all value heads of this rank.
         mixer_fn: computes everything between the projections: `mix`, or a kernel.
+        rule_inputs: makes the rule's inputs from the convolution's output and the gates.
         flat_states: the states as they are bound, [slots, `plan.size`].
         states: the matrices in them, [slots, H, E, V].
     """
@@ -98,6 +97,7 @@ class MatrixStateLayer(RecurrentLayer):
     values_first: bool
     rule: ModuleType
     mix: Callable[..., torch.Tensor]
+    rule_inputs: Callable[..., Any]
 
     def __init__(self, path: str, config: ModelConfig, context: ModelContext) -> None:
         super().__init__()
@@ -148,10 +148,6 @@ class MatrixStateLayer(RecurrentLayer):
         """
         shape = len(x), self.plan.num_value_heads, self.plan.value_dim
         return self.run_waves(batch, (x, *gates), x.new_empty(shape, dtype=self.states.dtype))
-
-    def rule_inputs(self, convolved: torch.Tensor, *gates: torch.Tensor) -> Any:
-        """Makes the rule's inputs from the convolution's output and the gates."""
-        raise NotImplementedError
 
     def decode(
         self, x: torch.Tensor, first: torch.Tensor, second: torch.Tensor, reads: torch.Tensor,

@@ -14,13 +14,6 @@ from nanoengine.layers.moe import Experts, FullPrecisionLinear, Router
 from nanoengine.models.decoder import GatedMLP
 
 
-class SharedGate(FullPrecisionLinear):
-    """Each token's weight for the shared expert: [T, hidden_size] -> [T, 1]."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.method.apply(x, None).sigmoid()
-
-
 class SparseMLP(Layer):
     """A router (`gate` in the checkpoint), its experts, and a shared expert that all tokens use.
 
@@ -51,8 +44,9 @@ class SparseMLP(Layer):
             name = f"{path}.shared_experts"
             self.shared_experts = shared_class(name, moe.shared_size, config, context)
         if moe.shared_gate:
-            name = f"{path}.shared_expert_gate"
-            self.shared_expert_gate = SharedGate(name, hidden, 1, bias=False, context=context)
+            self.shared_expert_gate = FullPrecisionLinear(
+                f"{path}.shared_expert_gate", hidden, 1, bias=False, context=context
+            )
         self.routed: Callable[[torch.Tensor], torch.Tensor] = self._sequential_experts
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -62,7 +56,7 @@ class SparseMLP(Layer):
         shared = self.shared_experts(x)
         if self.shared_expert_gate is None:
             return out + shared
-        return torch.addcmul(out, shared, self.shared_expert_gate(x))
+        return torch.addcmul(out, shared, self.shared_expert_gate.method.apply(x, None).sigmoid())
 
     @property
     def graph_safe(self) -> bool:

@@ -16,15 +16,15 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable
 
 import torch
 
 from nanoengine.attention.base import AttentionBackend
+from nanoengine.checkpoint.quantization import Quantization
 from nanoengine.errors import ConfigError
 from nanoengine.kernels import triton_layers as kernels
 from nanoengine.kernels.launch import Constants, cdiv, launch, next_power_of_2
-from nanoengine.layers.kernels import GATES, Kernels, LinearMethod, UnquantizedLinear
+from nanoengine.layers.kernels import GATES, Factory, Kernels, LinearMethod
 from nanoengine.layers.triton_linear import DTYPES, TritonLinear
 from nanoengine.models.decoder import CausalLM
 
@@ -46,22 +46,15 @@ class TritonKernels(Kernels):
                 f"the Triton kernels support float16, bfloat16 and float32, got {dtype}: set dtype,"
                 " or attention_backend='naive'"
             )
+        super().__init__(attention)
         self.deterministic = getattr(attention, "deterministic", False)
-        super().__init__(attention, TritonLinear if self.deterministic else UnquantizedLinear)
+        if self.deterministic:
+            self.linear = TritonLinear
 
-    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        return self._norm(x, None, weight, eps)
-
-    def add_rms_norm(
-        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._norm(x, residual, weight, eps), residual
-
-    def _norm(
+    def rms_norm(
         self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
-    ) -> torch.Tensor:
-        """Returns norm(x); with a residual, x becomes norm(x + residual) and the residual becomes
-        the sum."""
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """With a residual, in place."""
         num_tokens, size = x.shape
         out, added, add = x, residual, True
         if added is None:
@@ -75,7 +68,7 @@ class TritonKernels(Kernels):
             ),
             out, x, added, weight,
         )  # fmt: skip
-        return out
+        return out, added
 
     def gate(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
         assert activation in GATES, activation
@@ -91,7 +84,7 @@ class TritonKernels(Kernels):
         )  # fmt: skip
         return out
 
-    def quantized_linear_factory(self) -> Callable[..., LinearMethod | None] | None:
+    def quantized_linear_factory(self, quantization: Quantization | None = None) -> Factory | None:
         if self.deterministic:
             return None
         from nanoengine.layers.triton_quantized import make_triton_linear

@@ -132,7 +132,7 @@ def plan_memory(
             activation_bytes, graph_bytes = measure()
             budget = _gpu_budget(config, device) - activation_bytes - graph_bytes - staging_bytes
         num_states = _num_states(config, budget // 2, state_bytes)
-        num_blocks = num_blocks_for_bytes(budget - num_states * state_bytes, block_bytes)
+        num_blocks = max(0, budget - num_states * state_bytes) // block_bytes
         if config.kv_cache_gib is None:
             longest = -(-(config.max_model_len or context_len) // layout.block_size)
             longest *= len(kv_groups(layout.groups))
@@ -191,15 +191,6 @@ def blocks_between_snapshots(state_bytes: int, block_bytes: int, block_size: int
     32
     """
     return min(-(-state_bytes // block_bytes), -(-SNAPSHOT_TOKENS // block_size))
-
-
-def num_blocks_for_bytes(num_bytes: int, block_bytes: int) -> int:
-    """Number of whole blocks in a memory budget.
-
-    >>> num_blocks_for_bytes(43 * 10**9, 5_242_880)
-    8201
-    """
-    return max(0, num_bytes) // block_bytes
 
 
 def _cpu_budget(config: EngineConfig) -> int:

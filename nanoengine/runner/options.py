@@ -111,21 +111,21 @@ def make_kernels(
     and a naive one without either.
     """
     name, kind = backend.name, "" if backend.name in DEVICE_INDEPENDENT else device.type
+    kernels = Kernels(backend)
     if name == "cpu" or (kind == "cpu" and dtype in (torch.float32, torch.float64)):
         from nanoengine.models.cpu import CPUKernels
 
-        return CPUKernels(backend, quantization, dtype=dtype)
-    if name == "triton" or (kind == "cuda" and dtype != torch.float64):
+        kernels = CPUKernels(backend, dtype=dtype)
+    elif name == "triton" or (kind == "cuda" and dtype != torch.float64):
         from nanoengine.models.triton import TritonKernels
 
-        kernels: Kernels = TritonKernels(backend, dtype=dtype)
-    else:
-        kernels = Kernels(backend)
+        kernels = TritonKernels(backend, dtype=dtype)
     if quantization is not None:
         from nanoengine.layers.quantized import quantized_linears
 
-        kind = kernels.quantized_linear_factory() if device.type == "cuda" else None
-        kernels.linear = quantized_linears(quantization, kernels.linear, kind)
+        has_kernels = name != "triton" or device.type == "cuda"  # Triton's interpreter has none
+        make = kernels.quantized_linear_factory(quantization) if has_kernels else None
+        kernels.linear = quantized_linears(quantization, kernels.linear, make)
     return kernels
 
 

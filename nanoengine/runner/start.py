@@ -22,7 +22,6 @@ import torch
 from nanoengine.attention import backend_class, make_backend
 from nanoengine.core.interfaces import TierStorage
 from nanoengine.core.layout import KVLayout
-from nanoengine.errors import ConfigError
 from nanoengine.layers.collectives import Collectives
 from nanoengine.models.loader import load_model, model_size
 from nanoengine.runner import kv_cache
@@ -89,19 +88,14 @@ class RunnerSetup:
         """Loads the model, sizes and allocates the KV cache.
 
         Raises:
-            ConfigError: `max_model_len` exceeds the model's context or the available memory.
-            WeightLoadError: see `models.loader.load_model`.
+            ConfigError: `max_model_len` exceeds the available memory.
+            ConfigError, WeightLoadError: see `models.loader.load_model`.
         """
         with torch.inference_mode(), self.as_current():
             return self._start()
 
     def _start(self) -> KVLayout:
         context_len = self.model_config.max_position_embeddings
-        max_len = self.config.max_model_len
-        if max_len is not None and max_len > context_len:
-            raise ConfigError(
-                f"max_model_len must be at most the model's context of {context_len}, got {max_len}"
-            )
         if self.device.type == "cuda" and self.dtype != torch.float64:
             from nanoengine.kernels.launch import require_compiler
 

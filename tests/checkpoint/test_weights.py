@@ -346,9 +346,11 @@ def test_a_tensor_in_two_files_is_rejected(
     save_file({name: tensors[name]}, tmp_path / "again.safetensors")
     weight_map = dict.fromkeys(tensors, "model.safetensors") | {"again": "again.safetensors"}
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": weight_map}), encoding="utf-8")
+    kernels = Kernels(DenseAttention())
+    kernels.linear = linear
     message = rf"{name} is in two files, again\.safetensors and model\.safetensors"
     with pytest.raises(WeightLoadError, match=message):
-        build(tmp_path, kernels=Kernels(DenseAttention(), linear))
+        build(tmp_path, kernels=kernels)
 
 
 def test_a_slot_that_is_filled_twice_raises(

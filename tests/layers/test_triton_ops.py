@@ -46,9 +46,9 @@ def check_norms(dtype, size, wide, tokens):
         random_tensor(tokens, size, dtype=dtype),
         random_tensor(tokens, size, dtype=dtype, seed=2),
     )
-    close(ops.rms_norm(x, weight, EPS), plain.rms_norm(x, weight, EPS))
-    expected = plain.add_rms_norm(x, residual, weight, EPS)
-    normed, summed = ops.add_rms_norm(x, residual.clone(), weight, EPS)
+    close(ops.rms_norm(x, None, weight, EPS)[0], plain.rms_norm(x, None, weight, EPS)[0])
+    expected = plain.rms_norm(x, residual, weight, EPS)
+    normed, summed = ops.rms_norm(x, residual.clone(), weight, EPS)
     close(normed, expected[0])
     assert torch.equal(summed, expected[1])
 
@@ -57,13 +57,13 @@ def test_the_weights_dtype_determines_the_rounding_of_norms():
     x = random_tensor(8, 128, dtype=torch.float16)
     weight = 1 + random_tensor(128, dtype=torch.float32, seed=1, spread=0.3)
     ops, plain = kernels_of(torch.float16), PLAIN
-    narrow = ops.rms_norm(x, weight.half(), EPS)
-    wide = ops.rms_norm(x, weight.half().float(), EPS)
+    narrow, _ = ops.rms_norm(x, None, weight.half(), EPS)
+    wide, _ = ops.rms_norm(x, None, weight.half().float(), EPS)
     assert not torch.equal(narrow, wide)
     # Nearly all elements have the same bits in both implementations. With the wrong rounding, a
     # tenth or more would differ.
     for ours, of in ((narrow, weight.half()), (wide, weight.half().float())):
-        assert (ours != plain.rms_norm(x, of, EPS)).float().mean() < 0.01
+        assert (ours != plain.rms_norm(x, None, of, EPS)[0]).float().mean() < 0.01
 
 
 @pytest.mark.parametrize("eps", [1e-6, 1.0])
@@ -71,8 +71,8 @@ def test_eps_is_added_and_zeros_stay_zeros(eps):
     x = random_tensor(2, 64, dtype=torch.float32)
     x[1] = 0
     weight = torch.ones(64, device=DEVICE)
-    out = kernels_of(torch.float32).rms_norm(x, weight, eps)
-    close(out, PLAIN.rms_norm(x, weight, eps))
+    out, _ = kernels_of(torch.float32).rms_norm(x, None, weight, eps)
+    close(out, PLAIN.rms_norm(x, None, weight, eps)[0])
     assert out[1].abs().max() == 0
 
 
@@ -80,7 +80,9 @@ def test_strided_rows_match_plain_torch():
     wide = random_tensor(4, 200, dtype=torch.float32)
     weight = torch.ones(64, device=DEVICE)
     ops, plain = kernels_of(torch.float32), PLAIN
-    close(ops.rms_norm(wide[:, 8:72], weight, EPS), plain.rms_norm(wide[:, 8:72], weight, EPS))
+    part = wide[:, 8:72]
+    expected, _ = plain.rms_norm(part, None, weight, EPS)
+    close(ops.rms_norm(part, None, weight, EPS)[0], expected)
     close(ops.gate(wide[:, 4:100], "silu"), plain.gate(wide[:, 4:100], "silu"))
 
 
@@ -113,8 +115,8 @@ def test_a_row_has_the_same_bits_alone_and_in_a_batch():
         random_tensor(5, 192, dtype=torch.float32, seed=1),
     )
     weight = random_tensor(192, dtype=torch.float32, seed=2)
-    batch = ops.add_rms_norm(x.clone(), residual.clone(), weight, EPS)
-    single = ops.add_rms_norm(x[3:4].clone(), residual[3:4].clone(), weight, EPS)
+    batch = ops.rms_norm(x.clone(), residual.clone(), weight, EPS)
+    single = ops.rms_norm(x[3:4].clone(), residual[3:4].clone(), weight, EPS)
     assert all(torch.equal(a[3:4], b) for a, b in zip(batch, single, strict=True))
     assert torch.equal(ops.gate(x, "silu")[3:4], ops.gate(x[3:4], "silu"))
 
@@ -152,6 +154,6 @@ def test_empty_batches_give_empty_results():
     """A chunk in the middle of a prompt needs no logits, so the last layer gets no rows."""
     ops, weight = kernels_of(torch.float32), torch.ones(64, device=DEVICE)
     nothing = random_tensor(0, 64, dtype=torch.float32)
-    assert ops.rms_norm(nothing, weight, EPS).shape == (0, 64)
-    assert [x.shape for x in ops.add_rms_norm(nothing, nothing, weight, EPS)] == [(0, 64)] * 2
+    assert ops.rms_norm(nothing, None, weight, EPS)[0].shape == (0, 64)
+    assert [x.shape for x in ops.rms_norm(nothing, nothing, weight, EPS)] == [(0, 64)] * 2
     assert ops.gate(nothing, "silu").shape == (0, 32)

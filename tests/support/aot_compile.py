@@ -161,7 +161,7 @@ def run_layers(dtype, hidden=4096, inner=12288):
     """The fused add and norm and the gate, at the sizes of an 8B model."""
     ops = TritonKernels(DenseAttention(), dtype=dtype)
     x, weight = torch.zeros(2, hidden, dtype=dtype), torch.zeros(hidden, dtype=dtype)
-    ops.add_rms_norm(x, x.clone(), weight, 1e-6)
+    ops.rms_norm(x, x.clone(), weight, 1e-6)
     ops.gate(torch.zeros(2, 2 * inner, dtype=dtype), "silu")
 
 
@@ -387,7 +387,7 @@ def name_of(kernel, options):
         return f"{name}_{options['EXPERTS']}"
     if name.startswith("mamba"):
         return name + {256: "_256", 4096: "_256"}.get(options.get("KEY", options.get("SIZE")), "")
-    if name == "quantized_gemm_kernel":
+    if name == "gemm_kernel" and options["FORM"]:
         groups = "_in_32s" if options["GROUP"] == 32 else ""
         return f"{options['FORM']}{groups}_gemm_{options['M']}"
     if name == "mla_kernel":

@@ -102,11 +102,6 @@ class ProcessorStates:
         have_masks = all(hasattr(self.processors[index], "masks") for index in self.states)
         return have_masks and self.error is None
 
-    @property
-    def may_force(self) -> bool:
-        """Whether a state may have `forced_tokens`."""
-        return any(hasattr(state, "forced_tokens") for state in self.states.values())
-
     def accept(self, token_ids: Iterable[int]) -> None:
         """Updates the states with the row's next tokens."""
         for token_id in token_ids:

@@ -174,7 +174,7 @@ class Sampler:
         self.jump_forward_rows.discard(row)
         if processor_states is not None:
             self.processor_states[row] = processor_states
-            if processor_states.may_force:
+            if any(hasattr(state, "forced_tokens") for state in processor_states.states.values()):
                 self.jump_forward_rows.add(row)
 
     def rewrite(self, row: int, token_ids: np.ndarray) -> None:
@@ -189,9 +189,8 @@ class Sampler:
         self.params[:, row] = self.params[:, parent]
         self.drawers[row], self.num_logprobs[row] = self.drawers[parent], self.num_logprobs[parent]
         self._seed(row, fork.seed)
-        self._set_states(
-            row, self.processor_states[parent].fork() if self.has_processors[parent] else None
-        )
+        states = self.processor_states.get(parent)
+        self._set_states(row, states and states.fork())
 
     def release(self, row: int) -> None:
         """Drops the processor states of a row; the next `admit` overwrites its parameters."""
@@ -219,14 +218,10 @@ class Sampler:
     def needs_only_argmax(self, rows: np.ndarray) -> bool:
         """Whether all these rows are greedy, without log-probabilities, and their logits processors
         only ban tokens."""
-        return (
-            not self.drawers[rows].any()
-            and not (self.num_logprobs[rows] >= 0).any()
-            and all(
-                self.processor_states[row].only_bans
-                for row in rows[self.has_processors[rows]].tolist()
-            )
-        )
+        if self.drawers[rows].any() or (self.num_logprobs[rows] >= 0).any():
+            return False
+        processed = rows[self.has_processors[rows]].tolist()
+        return all(self.processor_states[row].only_bans for row in processed)
 
     def masks(
         self, rows: np.ndarray, drafts: Mapping[int, Sequence[int]]
@@ -332,8 +327,7 @@ class Sampler:
 
     def kind(self, rows: np.ndarray) -> SamplingKind:
         """How `sample_on_device` samples these rows together."""
-        kinds = SamplingKind.GREEDY, SamplingKind.DRAWN, SamplingKind.FILTERED
-        return kinds[min(int(self.drawers[rows].max(initial=0)), 2)]
+        return [*SamplingKind][min(int(self.drawers[rows].max(initial=0)), 2)]
 
     def _line_states(
         self, rows: np.ndarray, drafts: Mapping[int, Sequence[int]]
