@@ -212,7 +212,6 @@ def make_scheduler(
     max_num_batched_tokens: int = 8192,
     enable_prefix_caching: bool = True,
     watermark_frac: float = 0.01,
-    chunked_prefill: bool = True,
     **options: Any,
 ) -> Scheduler:
     """A scheduler with a simulated pool; arguments have the names of `EngineConfig`.
@@ -227,10 +226,9 @@ def make_scheduler(
         enable_prefix_caching=enable_prefix_caching,
         watermark_frac=watermark_frac,
         max_chunk=max_num_batched_tokens,
-        chunked=chunked_prefill,
     )
     limits = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": max_num_batched_tokens}
-    return Scheduler(manager, chunked_prefill=chunked_prefill, **limits, **options)
+    return Scheduler(manager, **limits, **options)
 
 
 def load_time_model(path: Path) -> TimeModel:

@@ -45,10 +45,6 @@ class Forks:
         num_rows = self.scheduler.max_num_seqs
         return min(seq.request.num_pending_forks, num_rows - 1) if seq.index == 0 else 0
 
-    def has_pending_forks(self, seq: Sequence) -> bool:
-        """True if more sequences are forked from this one at the end of its prompt."""
-        return seq.index == 0 and seq.request.num_pending_forks > 0
-
     def fork_prompt(self, plan: StepPlan, scheduled: list[Sequence], parent: Sequence) -> None:
         """Creates a request's other n - 1 sequences, which sample from the parent's logits.
 

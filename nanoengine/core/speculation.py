@@ -97,7 +97,7 @@ class ExtrasScheduling(Forks):
         elif seq.params.pooling:
             seq.num_pending_tokens -= 1  # Why: no token follows.
             plan.num_logits[-1] = 0
-        elif self.has_pending_forks(seq):
+        elif seq.index == 0 and seq.request.num_pending_forks:
             self.fork_prompt(plan, scheduled, seq)
 
     def apply_result(

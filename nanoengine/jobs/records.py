@@ -90,11 +90,7 @@ class Recorder:
         report |= {"line": task.number, "file": task.input.name}
         if task.kind != "simple":
             return json_line(_openai_record(task, None, report))
-        try:
-            return json_line(_simple_record(task, [], None, report))
-        except RecursionError:  # Why: a value that can be parsed may be too deep to serialize.
-            task.columns = {}
-            return json_line(_simple_record(task, [], None, report))
+        return json_line(_simple_record(task, [], None, report))
 
 
 def _simple_record(task: Task, outputs: object, usage: object, error: object) -> dict[str, Any]:

@@ -11,20 +11,18 @@ It is a `StepObserver` of a replay; `nanoengine explain` and the viewer use it.
 from __future__ import annotations
 
 import re
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import NamedTuple
 
 from nanoengine.core.block_pool import NULL_BLOCK, Block
 from nanoengine.core.plan import AdmittedSequence, StepPlan
-from nanoengine.core.scheduler import Scheduler
 from nanoengine.core.sequence import Request, Sequence
 from nanoengine.errors import TraceError
 from nanoengine.observe.metrics import times_of
 from nanoengine.observe.steps import Step, StepObserver
-from nanoengine.observe.trace_reader import Recording
+from nanoengine.observe.trace_reader import Recording, Replay
 
 MORE_BLOCKS = "more blocks (num_kv_blocks, kv_cache_gib)"
 LARGER_BUDGET = "a larger budget (max_num_batched_tokens)"
@@ -85,7 +83,7 @@ def explain_recording(recording: Recording, *, step: int | None = None) -> Narra
         TraceError: it can't be replayed.
     """
     replay = recording.replay()
-    narrative = Narrative(replay.scheduler, replay.clock, step=step)
+    narrative = Narrative(replay, step=step)
     replay.run(narrative)
     narrative.conclude(is_torn=recording.is_torn)
     return narrative
@@ -101,20 +99,13 @@ class Narrative(StepObserver):
         requests: id -> list of step and sentence.
     """
 
-    def __init__(
-        self,
-        scheduler: Scheduler,
-        clock: Callable[[], float] = time.perf_counter,
-        *,
-        step: int | None = None,
-    ) -> None:
-        super().__init__(scheduler, clock)
+    def __init__(self, replay: Replay, *, step: int | None = None) -> None:
+        super().__init__(replay)
         self.requests: dict[str, list[tuple[int, str]]] = {}
         self.counts: Counter[str] = Counter()
         # Request -> number of tokens that it recomputed after evictions.
         self.recomputed: Counter[str] = Counter()
-        self._manager = scheduler.block_manager
-        self._before = Counter(asdict(scheduler.stats))
+        self._manager = self.scheduler.block_manager
         self._steps: list[int] = []  # numbers of the steps so far
         self._last_s = 0.0
         self._is_torn = False
@@ -187,7 +178,7 @@ class Narrative(StepObserver):
 
     def _arrive(self, request: Request) -> None:
         seq, name = request.sequences[0], request.request_id
-        arrived_s, prompt = request.arrival_time - self.start_s, seq.num_prompt_tokens
+        arrived_s, prompt = request.arrival_time, seq.num_prompt_tokens
         several = f", {request.params.n} times" if request.params.n > 1 else ""
         priority = f", with priority {request.priority}" if request.priority else ""
         text = (
@@ -397,7 +388,8 @@ class Narrative(StepObserver):
 
     def run_lines(self) -> list[str]:
         """The five main facts of the run, each with the setting that would change it."""
-        manager, sums = self._manager, self._sums
+        manager, sums = self._manager, Counter(asdict(self.scheduler.stats))
+        sums["computed_tokens"] = sums["prefill_tokens"] + sums["decode_tokens"]
         title = (
             f"{_num(len(self._steps), 'step')} in {_time(self._last_s)}:"
             f" {_num(len(self.requests), 'request')}, {sums['computed_tokens']:,} computed tokens,"
@@ -412,13 +404,6 @@ class Narrative(StepObserver):
         facts = (self._waits(), self._waste(sums), self._evictions(sums), self._budget(),
                  self._tiers())  # fmt: skip
         return [title, *(f"{i}. {line}" for i, line in enumerate(facts, 1))]
-
-    @property
-    def _sums(self) -> Counter[str]:
-        """The scheduler's counters since the narrative began."""
-        sums = Counter(asdict(self.scheduler.stats)) - self._before
-        sums["computed_tokens"] = sums["prefill_tokens"] + sums["decode_tokens"]
-        return sums
 
     def _waits(self) -> str:
         waited = [name for name in self.requests if name in self._waited]

@@ -1,24 +1,21 @@
-"""StepObserver: follows a run step by step, with the sequences of each step.
+"""StepObserver: follows a replay step by step, with the sequences of each step.
 
-    scheduler ── on_request, on_plan, on_step ──► step(Step)
+    Replay.run ── on_request, on_plan, on_step ──► step(Step)
 
 A plan names rows, and the sequence of a row may be gone after the commit. So this class notes the
 sequence of each row when a step is planned. `explain` and the viewer's data derive from it.
-
-A replay (`trace_reader.Replay.run`) calls it.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from itertools import chain
 from typing import Any, NamedTuple
 
 from nanoengine.core.plan import StepPlan, StepResult
-from nanoengine.core.scheduler import Scheduler
 from nanoengine.core.sequence import Request, Sequence
 from nanoengine.observe.metrics import step_seconds
+from nanoengine.observe.trace_reader import Replay
 
 Computed = tuple[Sequence, int, int, int]
 """One row of a step: its sequence, its first token, its number of tokens and of logits."""
@@ -44,7 +41,7 @@ class Step(NamedTuple):
     """One committed step.
 
     Attributes:
-        time_s: the time after the commit, since the observer was created.
+        time_s: the time after the commit, since the trace began.
         rows: row -> its sequence when the step was planned.
         inspected: the results of `inspect_plan` for this step and, before it, for failed steps
             since the last commit.
@@ -81,23 +78,19 @@ class StepObserver:
     """Calls `inspect_plan` when a step is planned, and `step` when it is committed.
 
     Args:
-        scheduler: the scheduler of the run.
-        clock: returns seconds; `Replay.clock` returns seconds since the trace began.
+        replay: the replay to follow, before its first step.
 
     Attributes:
+        scheduler: the scheduler of the replay.
         labels: sequence -> its request and index; includes sequences that have ended.
     """
 
-    def __init__(
-        self, scheduler: Scheduler, clock: Callable[[], float] = time.perf_counter
-    ) -> None:
-        self.scheduler = scheduler
+    def __init__(self, replay: Replay) -> None:
+        self.scheduler, self._replay = replay.scheduler, replay
         self.labels: dict[int, Label] = {}
         self._requests: dict[str, Request] = {}  # unfinished ones
-        self.start_s, self._clock = clock(), clock
         self._planned: dict[int, tuple[dict[int, Sequence], Any]] = {}  # step -> rows, seen
         self._arrived: list[Request] = []
-        self._add_labels(scheduler.running)
 
     def inspect_plan(self, plan: StepPlan, rows: dict[int, Sequence]) -> Any:
         """Returns what `step` needs to know about blocks after planning; `rows` as in `Step`."""
@@ -122,17 +115,16 @@ class StepObserver:
         self._planned[plan.step] = rows, self.inspect_plan(plan, rows)
 
     def on_step(self, plan: StepPlan, result: StepResult, scheduler: object) -> None:
-        """A step was committed; ignored if it was planned before this observer existed."""
-        if plan.step in self._planned:
-            planned = [self._planned.pop(n) for n in sorted(self._planned) if n <= plan.step]
-            rows, inspected = planned[-1][0], [inspected for _, inspected in planned]
-            arrived, self._arrived = self._arrived, []
-            ended, time_s = self.scheduler.last_ended_seqs, self._clock() - self.start_s
-            self._add_labels(ended)
-            self.step(Step(plan, result, time_s, rows, inspected, arrived, ended))
-            for seq in ended:
-                if seq.request.finished:
-                    self._requests.pop(seq.request.request_id, None)
+        """A step was committed."""
+        planned = [self._planned.pop(n) for n in sorted(self._planned) if n <= plan.step]
+        rows, inspected = planned[-1][0], [inspected for _, inspected in planned]
+        arrived, self._arrived = self._arrived, []
+        ended, time_s = self.scheduler.last_ended_seqs, self._replay.time_s
+        self._add_labels(ended)
+        self.step(Step(plan, result, time_s, rows, inspected, arrived, ended))
+        for seq in ended:
+            if seq.request.finished:
+                self._requests.pop(seq.request.request_id, None)
 
     def name(self, seq_id: int) -> str:
         """ "request 7", or "sequence 12 of request 7" if it is not the first of its request."""

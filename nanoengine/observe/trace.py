@@ -115,11 +115,7 @@ class Trace(contextlib.AbstractContextManager["Trace"]):
             (scheduler, "schedule", after_call(self._on_schedule)),
             (scheduler, "commit", after_call(self._on_commit)),
             (scheduler, "end", after_call(self._on_end)),
-            (
-                scheduler,
-                "abort",
-                after_call(lambda _, req: self._write_call({"abort": req.arrival})),
-            ),
+            (scheduler, "abort", after_call(self._on_abort)),
             (enable_extras(scheduler), "fork", after_call(self._on_fork)),
             (scheduler, "recover", self._on_recover),
             (cache, "evict", after_call(lambda _, ids: self._write_call({"evict": list(ids)}))),
@@ -173,6 +169,9 @@ class Trace(contextlib.AbstractContextManager["Trace"]):
         if isinstance(stop, str):
             ended = seq.request.arrival, seq.index, seq.num_output_tokens, stop
             self._results.setdefault("stops", []).append(ended)
+
+    def _on_abort(self, _: None, request: Request) -> None:
+        self._write_call({"abort": request.arrival})
 
     def _on_fork(self, child: Sequence, parent: Sequence, next_token_id: int | None = None) -> None:
         if "chosen" not in self._results:  # else it is a chooser's move

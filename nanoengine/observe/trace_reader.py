@@ -144,10 +144,6 @@ class Replay:
             self.scheduler = _scheduler(recording.header, self._disk)
         self._remaining = deque(recording.lines)
 
-    def clock(self) -> float:
-        """Returns `time_s`, as the clock of observers."""
-        return self.time_s
-
     def run(self, *observers: object) -> None:
         """Replays to the end of the recording; see `steps`."""
         for _ in self.steps(*observers):

@@ -98,7 +98,7 @@ def page_data(
         has = f"it has steps {known[0]} to {known[-1]}" if known else "it has no steps"
         raise TraceError(f"{title or 'this trace'} has none of the steps to show; {has}")
     replay = recording.replay()
-    narrative = Narrative(replay.scheduler, replay.clock)
+    narrative = Narrative(replay)
     collector = _PageColumns(replay, range(shown[0], shown[-1] + 1), -(-len(shown) // MAX_FRAMES))
     replay.run(narrative, collector)
     narrative.conclude(is_torn=recording.is_torn)
@@ -121,7 +121,7 @@ class _PageColumns(StepObserver):
     """Collects the columns, frame by frame."""
 
     def __init__(self, replay: Replay, shown: range, steps_per_frame: int) -> None:
-        super().__init__(replay.scheduler, replay.clock)
+        super().__init__(replay)
         self._pool = self.scheduler.block_manager.pool
         self._cache = self.scheduler.block_manager.prefix_cache
         self._shown, self._steps_per_frame = shown, steps_per_frame
@@ -472,7 +472,7 @@ class _PageColumns(StepObserver):
             "reason": seq.finish_reason,
             "detail": request.error if seq.finish_reason == "error" else seq.stop_reason,
             "max": seq.max_num_tokens - seq.num_prompt_tokens,
-            "t": request.arrival_time - self.start_s,
+            "t": request.arrival_time,
             "priority": request.priority,
             "first": seq.index == 0,
         }
