@@ -6,6 +6,7 @@ slot; otherwise nothing is loaded. Called by `models/loader.py`, which collects 
 
 from __future__ import annotations
 
+import logging
 import re
 import zlib
 from collections import defaultdict
@@ -20,11 +21,35 @@ from nanoengine.checkpoint.slots import TensorNames, WeightSlot
 from nanoengine.errors import WeightLoadError
 from nanoengine.settings.checks import join_names
 
+log = logging.getLogger(__name__)
+
+CLASSIFIER_WEIGHT = "score.weight"
+"""A classification head, which only `features/pooling.py` reads."""
+
 HARMLESS = re.compile(r".*\.(rotary_emb\.inv_freq|masked_bias|(attn|attention)\.bias)")
 """Names of tensors in old checkpoints that are not needed, because the engine computes them."""
 
 ROWS_COMPARED = 4096
 """Rows that are compared at a time, so that no whole tensor is in memory."""
+
+
+def tensors_to_run(config: ModelConfig, stored: dict[str, TensorInfo]) -> dict[str, TensorInfo]:
+    """Returns the tensors without those that are ignored, for example of vision towers or of layers
+    for multi-token prediction."""
+    if config.headless:
+        stored = {name: tensor for name, tensor in stored.items() if name != CLASSIFIER_WEIGHT}
+    if not config.ignored_tensors:
+        return stored
+    matches = {name: re.match(config.ignored_tensors, name) for name in stored}
+    parts = sorted({match[0] for match in matches.values() if match})
+    if not parts:
+        return stored
+    kept = {name: tensor for name, tensor in stored.items() if not matches[name]}
+    log.warning(
+        "only a part of this checkpoint is used: %d of its %d tensors are ignored (%s)",
+        len(stored) - len(kept), len(stored), ", ".join(parts),
+    )  # fmt: skip
+    return kept
 
 
 def check_sizes(config: ModelConfig, stored: Mapping[str, TensorInfo], names: TensorNames) -> None:

@@ -20,13 +20,15 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
 import torch
 
+from nanoengine.checkpoint.files import TensorInfo
+from nanoengine.checkpoint.gguf import FLOATS
 from nanoengine.checkpoint.quantization import StoredQuantization
 from nanoengine.checkpoint.slots import MatrixPart, WeightSlot, ordered
 from nanoengine.errors import WeightLoadError
@@ -406,6 +408,19 @@ class GGUF:
 
         slot = WeightSlot(shape=matrix.shape, part=(rows,), dtypes=BYTES, store=store)
         return {f"{name}.weight": slot}
+
+
+def accept_blocks(
+    slots: Mapping[str, WeightSlot], stored: Mapping[str, TensorInfo]
+) -> dict[str, WeightSlot]:
+    """Returns the slots; slots for floats also accept quantized blocks if the file has blocks."""
+    found: dict[str, WeightSlot] = {}
+    for name, slot in slots.items():
+        kind = stored[name].dtype if name in stored else "F32"
+        if kind not in FLOATS and not slot.dtypes and not slot.pieces_only:
+            slot = as_floats(slot, kind)
+        found[name] = replace(slot, pieces=accept_blocks(slot.pieces, stored))
+    return found
 
 
 def as_floats(slot: WeightSlot, type: str) -> WeightSlot:

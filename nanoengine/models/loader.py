@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import re
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -15,21 +12,22 @@ from nanoengine.checkpoint.config import ModelConfig
 from nanoengine.checkpoint.files import TensorInfo, stored_tensors
 from nanoengine.checkpoint.layer_config import LayerConfig
 from nanoengine.checkpoint.slots import OwnsWeights, TensorNames, WeightSlot
-from nanoengine.checkpoint.weights import check_sizes, drop_tied_head, dummy_weights, load_weights
+from nanoengine.checkpoint.weights import (
+    check_sizes,
+    drop_tied_head,
+    dummy_weights,
+    load_weights,
+    tensors_to_run,
+)
 from nanoengine.errors import ConfigError
 from nanoengine.layers.kernels import LinearMethod
 from nanoengine.layers.layer import ModelContext, pin_attributes
 from nanoengine.models.decoder import CausalLM
 
-log = logging.getLogger(__name__)
-
 DTYPES = {torch.bfloat16: "BF16", torch.float16: "F16"}
 """The 16-bit dtypes in which weights may stay -> their names in safetensors."""
 FLOATS = {"BF16", "F16", "F32", "F64"}
 """Stored dtypes that are floats; the others are integers."""
-
-CLASSIFIER_WEIGHT = "score.weight"
-"""A classification head, which only `features/pooling.py` reads."""
 
 MAX_DEFAULT_CONTEXT = 2**20
 """Longest context [tokens] that is accepted without an explicit max_model_len. Why: the tables of
@@ -110,6 +108,8 @@ def load_model(
     else:
         named = names.of(slots)
         if config.quantization is not None and config.quantization.format == "gguf":
+            from nanoengine.layers.quantized_formats import accept_blocks
+
             named = accept_blocks(named, stored)
         load_weights(named, stored)
     for module in model.modules():
@@ -122,21 +122,6 @@ def load_model(
     context.kernels.fuse(model)
     pin_attributes(model)
     return model
-
-
-def accept_blocks(
-    slots: Mapping[str, WeightSlot], stored: Mapping[str, TensorInfo]
-) -> dict[str, WeightSlot]:
-    """Returns the slots; slots for floats also accept quantized blocks if the file has blocks."""
-    from nanoengine.layers.quantized_formats import as_floats
-
-    found: dict[str, WeightSlot] = {}
-    for name, slot in slots.items():
-        kind = stored[name].dtype if name in stored else "F32"
-        if kind not in FLOATS and not slot.dtypes and not slot.pieces_only:
-            slot = as_floats(slot, kind)
-        found[name] = replace(slot, pieces=accept_blocks(slot.pieces, stored))
-    return found
 
 
 def model_class(config: ModelConfig) -> type[CausalLM]:
@@ -185,25 +170,6 @@ def check_ranks(config: ModelConfig, ranks: int) -> None:
             f"tensor_parallel_size={ranks} must divide num_key_value_heads={kv_heads}, or be a"
             " multiple of it"
         )
-
-
-def tensors_to_run(config: ModelConfig, stored: dict[str, TensorInfo]) -> dict[str, TensorInfo]:
-    """Returns the tensors without those that are ignored, for example of vision towers or of layers
-    for multi-token prediction."""
-    if config.headless:
-        stored = {name: tensor for name, tensor in stored.items() if name != CLASSIFIER_WEIGHT}
-    if not config.ignored_tensors:
-        return stored
-    matches = {name: re.match(config.ignored_tensors, name) for name in stored}
-    parts = sorted({match[0] for match in matches.values() if match})
-    if not parts:
-        return stored
-    kept = {name: tensor for name, tensor in stored.items() if not matches[name]}
-    log.warning(
-        "only a part of this checkpoint is used: %d of its %d tensors are ignored (%s)",
-        len(stored) - len(kept), len(stored), ", ".join(parts),
-    )  # fmt: skip
-    return kept
 
 
 def weight_slots(model: CausalLM) -> dict[str, WeightSlot]:

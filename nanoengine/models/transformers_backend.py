@@ -35,13 +35,14 @@ from nanoengine.checkpoint.gguf_tensors import GGUFModel
 from nanoengine.checkpoint.layer_config import MoEConfig
 from nanoengine.checkpoint.slots import MatrixPart, WeightSlot
 from nanoengine.checkpoint.transformers_config import text_config
-from nanoengine.checkpoint.weights import load_weights
+from nanoengine.checkpoint.weights import load_weights, tensors_to_run
 from nanoengine.errors import UnsupportedModelError, WeightLoadError
 from nanoengine.layers.attention import Attention
 from nanoengine.layers.kernels import GATES, LinearMethod
 from nanoengine.layers.layer import Layer, ModelContext
 from nanoengine.layers.moe import Experts
 from nanoengine.layers.quantized import QuantizedLinear
+from nanoengine.layers.quantized_formats import accept_blocks
 from nanoengine.settings.checks import truncate
 from nanoengine.settings.files import is_gguf
 
@@ -290,8 +291,6 @@ class TransformersLM(Layer):
     def load_gguf(self, file: Path, context: ModelContext) -> None:
         """Loads the weights of a GGUF file. Matrices and embeddings that are quantized in the file
         keep the stored values; other quantized tensors are dequantized."""
-        from nanoengine.models.loader import accept_blocks, tensors_to_run
-
         self.whole.tie_weights()
         model, stored = GGUFModel(file), tensors_to_run(self.config, stored_tensors(file))
         quantized = {name for name, tensor in stored.items() if tensor.dtype not in FLOATS}

@@ -22,11 +22,11 @@ import torch
 from nanoengine.checkpoint.config import ModelConfig, load_model_config
 from nanoengine.checkpoint.files import TensorInfo, read_tensors, stored_tensors
 from nanoengine.checkpoint.slots import PREFIXES, TensorNames, WeightSlot
-from nanoengine.checkpoint.weights import HARMLESS, drop_tied_head
+from nanoengine.checkpoint.weights import HARMLESS, drop_tied_head, tensors_to_run
 from nanoengine.errors import EngineDeadError, WeightLoadError
 from nanoengine.layers.embedding import NAME
 from nanoengine.layers.kernels import LinearMethod
-from nanoengine.models.loader import DTYPES, FLOATS, tensors_to_run, weight_slots
+from nanoengine.models.loader import DTYPES, FLOATS, weight_slots
 from nanoengine.runner.start import RunnerSetup
 from nanoengine.settings.checks import join_names
 from nanoengine.settings.files import is_gguf
