@@ -251,9 +251,9 @@ class LLMMixin:
         """
         with self._calls.exclusive_call():
             enqueued = self._enqueued[:]
-            del self._enqueued[: len(enqueued)]
             read = [dataclasses.replace(p, index=i) for i, (_, p) in enumerate(enqueued)]
             outputs = zip(enqueued, self._complete(read, use_tqdm), strict=True)
+            del self._enqueued[: len(enqueued)]  # Why here: an interrupted call can be repeated.
             return [dataclasses.replace(o, request_id=name) for (name, _), o in outputs]
 
     def generate_dataset(

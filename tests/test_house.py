@@ -20,6 +20,7 @@ CORE = sorted(
 )
 
 LAYERS: tuple[set[str], ...] = (
+    {"__main__"},
     {"cli"},
     {"as_vllm", "bench", "parallel"},
     {"llm", "llm_mixins"},

@@ -137,6 +137,18 @@ class ModelConfig:
             sizes["moe_intermediate_size"] = self.moe.intermediate_size
         return sizes
 
+    def context_len(self, max_model_len: int | None) -> int:
+        """The longest sequence: `max_model_len` if it is set, else the model's context [tokens].
+
+        Raises:
+            ConfigError: the model's context is shorter.
+        """
+        longest = self.max_position_embeddings
+        if (max_model_len or 0) > longest:
+            limit = f"at most the model's context of {longest}"
+            raise ConfigError(f"max_model_len must be {limit}, got {max_model_len}")
+        return max_model_len or longest
+
 
 def load_model_config(directory: str | Path, *, model_impl: str = "auto") -> ModelConfig:
     """Reads `config.json` and, if it exists, `generation_config.json`; or the metadata of a GGUF
@@ -288,8 +300,8 @@ def _text_part(raw: Json) -> tuple[Json, str, bool]:
             architecture = families.text_types().get(kind)
             if architecture is None:
                 raise UnknownArchitectureError(
-                    f"text_config of {name} has model_type={quoted(kind)}, which no family here"
-                    " has; a checkpoint of the text model alone may run"
+                    f"the text of {name} has model_type={quoted(text.get('model_type'))}, which"
+                    " no family here has; a checkpoint of the text model alone may run"
                 )
             if not text.keys() >= {"hidden_size", "num_hidden_layers"}:
                 from nanoengine.checkpoint.transformers_config import complete_text_config
@@ -325,7 +337,8 @@ def _text_part(raw: Json) -> tuple[Json, str, bool]:
 def _flat_text_config(values: Json) -> Json:
     """The text_config of a config that has all keys outside, as older ones of Qwen-VL."""
     text = {key: v for key, v in values.items() if not key.startswith(("image", "video", "vision"))}
-    return text | {"model_type": f"{values.get('model_type')}_text"}
+    kind = values.get("model_type")
+    return text | {"model_type": kind and f"{kind}_text"}
 
 
 def _states(family: Family, keys: ConfigReader, layer: LayerConfig) -> LinearAttentionConfig | None:

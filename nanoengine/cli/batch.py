@@ -115,7 +115,7 @@ def main(args: BatchArgs, make_recorder: type[Recorder] = Recorder) -> int:
                 code = _verify(job, args, options) or code
             return code
     except Stopped as stopped:  # while the model loads, or while --verify runs; see also `run`
-        when = "before answers were verified" if job.is_complete else "before any row ran"
+        when = "before answers were verified" if job.is_complete else "before any new row ran"
         print(f"interrupted {when}", file=sys.stderr)
         return stopped.code
     except OutputLostError as error:
@@ -196,6 +196,7 @@ def run(job: Job, llm: LLM | Replicas, args: BatchArgs, signals: Signals, loadin
         signals.work = None
         progress.close()
         observers.remove(progress)
+    work.counts.output_tokens = progress.num_tokens  # Why: it includes unfinished rows.
     report(job, work.counts, ended, loading_s, time.perf_counter() - started)
     if code >= TOO_MANY_ERRORS and job.journal is not None and job.num_rows is not None:
         print("the same command resumes the job", file=sys.stderr)

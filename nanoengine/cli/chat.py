@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from nanoengine.cli.options import EngineArgs, SamplingArgs, engine_options, sampling_fields
 from nanoengine.errors import ConfigError, NanoEngineError
 from nanoengine.jobs.manifest import sampling_line
+from nanoengine.jobs.progress import CUT
 from nanoengine.text.chat_template import CHATS
 
 if TYPE_CHECKING:
@@ -58,9 +59,9 @@ def main(args: ChatArgs) -> None:
         if not llm.tokenizer.chat_template:
             raise ConfigError(f"model {args.model!r} has no chat template: give --chat-template")
         print(f"{args.model}: {llm.info.num_parameters:,} parameters\n{HELP}", file=sys.stderr)
+        sampling = {"max_tokens": None} | sampling
         print("sampling:", sampling_line(llm.config, llm.info, sampling), file=sys.stderr)
-        unlimited = replace(llm.default_sampling_params, max_tokens=None)
-        Chat(llm, replace(unlimited, **sampling), args.system).run()
+        Chat(llm, replace(llm.default_sampling_params, **sampling), args.system).run()
 
 
 @dataclass
@@ -104,6 +105,7 @@ class Chat:
                 for output in outputs:
                     print(output.outputs[0].text, end="", flush=True)
                     answer += output.outputs[0].text
+            end = f" [{CUT}]" * (output.outputs[0].finish_reason == "length")
         except KeyboardInterrupt:
             end = " [stopped]"
         except NanoEngineError as error:

@@ -21,6 +21,7 @@ from nanoengine.jobs.paths import resolved_path
 from nanoengine.jobs.record_log import atomic_write
 from nanoengine.jobs.rows import RowOptions, RowReader, require_columns
 from nanoengine.jobs.source import find_inputs, read_lines, require_pyarrow
+from nanoengine.settings.checks import counted
 from nanoengine.settings.pooling import Pooling, PoolingParams
 from nanoengine.text.prompt_forms import Row
 
@@ -104,7 +105,8 @@ def main(args: EmbedArgs) -> int:
     for row, vector in vectors.items():
         matrix[row] = vector
     write(output_path, matrix, errors)
-    print(f"{len(vectors)} vectors of {size} elements, {len(errors)} errors", file=sys.stderr)
+    num_vectors, num_errors = counted(len(vectors), "vector"), counted(len(errors), "error")
+    print(f"{num_vectors} of {size} elements, {num_errors}", file=sys.stderr)
     return int(bool(errors))
 
 

@@ -19,6 +19,7 @@ from nanoengine.cli.options import EngineArgs, SamplingArgs, engine_options, sub
 from nanoengine.errors import ConfigError
 from nanoengine.jobs.manifest import sampling_line
 from nanoengine.jobs.paths import STDOUT
+from nanoengine.jobs.progress import CUT
 from nanoengine.jobs.records import PARSED_FIELDS, Recorder
 from nanoengine.jobs.rows import RowOptions, RowReader, Task
 from nanoengine.jobs.source import STDIN, Input, Line
@@ -96,6 +97,8 @@ def main(args: GenerateArgs) -> int:
             for delta in llm.stream(prompt, kind="delta"):
                 print(delta.outputs[0].text, end="", flush=True)
             print()
+            if delta.outputs[0].finish_reason == "length":
+                print(f"[{CUT}]", file=sys.stderr)
             return 0
         results: dict[int, Any] = {}
         work = Work(tasks, lambda task, result: results.update({task.row: result}))
@@ -135,4 +138,5 @@ class TextRecorder(Recorder):
             lines.append(f"error: {record['error']['message']}")
         for output in record["outputs"]:
             lines += [f"{n}: {output[n]}" for n in PARSED_FIELDS if n in output] + [output["text"]]
+            lines += [f"[{CUT}]"] * (output["finish_reason"] == "length")
         return "\n".join([*lines, "", ""]).encode(errors="backslashreplace")

@@ -72,6 +72,7 @@ def main(args: InfoArgs) -> None:
         with suppress(NanoEngineError):  # Why: a checkpoint without a tokenizer runs on token ids.
             tokenizer = None if config.skip_tokenizer_init else Tokenizer.of(config)
         model = with_tokenizer_eos(model, tokenizer, chats=True)
+        model.context_len(args.max_model_len)  # Why: it raises as loading does.
         quantized = args.quantization, model.quantization
         runs, backend = resolve_quantization(*quantized, device=device.type), args.attention_backend
         dtype = resolve_dtype(
@@ -157,11 +158,9 @@ def model_lines(
 
     m, states, moe, kv_bytes = model, model.states, model.moe, token_bytes(model, kv_dtype)
     yield str(directory)
-    yield (
-        f"{m.architecture}: {m.num_hidden_layers} layers, hidden size {m.hidden_size},"
-        f" {m.num_attention_heads} query and {m.num_key_value_heads} KV heads of {m.head_dim},"
-        f" vocabulary {m.vocab_size:,}"
-    )
+    heads = f"{m.num_attention_heads} query and {m.num_key_value_heads} KV heads of {m.head_dim}"
+    layers = f"{m.num_hidden_layers} layers, hidden size {m.hidden_size}"
+    yield f"{m.architecture}: {layers}, {heads}, vocabulary {m.vocab_size:,}"
     yield f"context {m.max_position_embeddings:,} tokens; computed in {_name(dtype)}"
     per_1000 = f"{1000 * kv_bytes / 2**20:,.1f} MiB per 1,000 tokens"
     yield f"KV cache: {kv_bytes:,} bytes per token in {_name(kv_dtype)}, {per_1000}"

@@ -21,6 +21,7 @@ from typing import Any
 
 from nanoengine import __version__
 from nanoengine.errors import ConfigError, NanoEngineError
+from nanoengine.settings.checks import nearest, quoted
 
 COMMANDS = {
     "batch": "run files of rows as a job that can be resumed",
@@ -69,8 +70,8 @@ def parse(options_class: type, prog: str, args: Sequence[str]) -> Any:
     """Parses a command line.
 
     Raises:
-        ConfigError: options contradict each other, or one is out of range.
-        SystemExit: an option is unknown or invalid, or help was requested; a text was printed.
+        ConfigError: an option is unknown or out of range, or options contradict each other.
+        SystemExit: the value of an option is invalid, or help was requested; a text was printed.
     """
     import tyro
 
@@ -80,10 +81,15 @@ def parse(options_class: type, prog: str, args: Sequence[str]) -> Any:
     if requested := next((one for one in args if one in HELP), None):
         print(help_text(options_class, prog, is_full=requested == HELP[-1]))
         sys.exit(0)
-    # Why DisallowNone: an option that is not given is None.
-    flat = tyro.cli(
-        flat_class(options_class), prog=prog, args=args, config=(tyro.conf.DisallowNone,)
+    config = (tyro.conf.DisallowNone,)  # Why: an option that is not given is None.
+    flat, unknown = tyro.cli(
+        flat_class(options_class), prog=prog, args=args, config=config, return_unknown_args=True
     )
+    for name in unknown[:1]:
+        names = ["--" + field.replace("_", "-") for field in flat.__dataclass_fields__]
+        is_text = not name.startswith("-") and "--prompt" in names
+        hint = "give a text as --prompt 'TEXT'" if is_text else nearest(name, names)
+        raise ConfigError(f"unknown argument {quoted(name)}: {hint}")
     options = subset(options_class, flat)
     if "sampling" in options_class.__dataclass_fields__:
         options["sampling"] = SamplingArgs(**subset(SamplingArgs, flat))
@@ -96,7 +102,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if argv is None:  # Why: garbage collection at exit takes 0.6 of 3.1 s (Zen 3).
         atexit.register(_skip_final_collection)
     args = list(sys.argv[1:] if argv is None else argv)
-    if not args or args[0] in (*HELP, "help"):
+    if args[:1] == ["help"]:
+        args = [*args[1:], "--help"]
+    if not args or args[0] in HELP:
         print(usage())
         return 0
     if args[0] in ("-V", "--version", "version"):
@@ -105,7 +113,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     name = args[0]
     try:
         if name not in COMMANDS:
-            raise ConfigError(f"unknown command {name!r}; known: {', '.join(COMMANDS)}")
+            raise ConfigError(f"unknown command {name!r}; {nearest(name, COMMANDS)}")
         module, options_class = find_command(name)
         options: object = args[1:]
         if options_class is not None:

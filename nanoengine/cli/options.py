@@ -28,7 +28,7 @@ MAX_TOKENS = (
 )
 FORMATS = {
     "json_schema": ("json", "JSON schema of the output: a file, or the schema itself."),
-    "choices": ("choice", "Comma-separated texts: the output is one of them."),
+    "choices": ("choice", "Comma-separated texts: one is the output. Default temperature: 0."),
     "regex": ("regex", "Regular expression that the whole output matches."),
 }
 """Options for the format of the output -> field of `StructuredOutputs`, and help."""
@@ -99,6 +99,8 @@ def sampling_fields(args: object) -> dict[str, Any]:
     }
     if formats := {option: params.pop(option) for option in FORMATS if option in params}:
         params["structured_outputs"] = _structured_outputs(formats)
+        if "choices" in formats and "n" not in params:  # Why: it asks for the best choice.
+            params.setdefault("temperature", 0.0)
     SamplingParams(**params)
     return params
 
@@ -107,6 +109,9 @@ def _structured_outputs(formats: dict[str, str]) -> dict[str, Any]:
     """The field of `StructuredOutputs` that an option sets, checked before a model loads."""
     from nanoengine.features.llguidance_grammars import require_valid
 
+    names = " and ".join(f"--{option.replace('_', '-')}" for option in formats)
+    if len(formats) > 1:
+        raise ConfigError(f"{names} define the format of the output: give only one")
     spec: dict[str, Any] = {FORMATS[option][0]: text for option, text in formats.items()}
     try:
         if "choice" in spec:
@@ -115,7 +120,6 @@ def _structured_outputs(formats: dict[str, str]) -> dict[str, Any]:
             spec["json"] = Path(spec["json"]).read_text(encoding="utf-8")
         require_valid(checked := StructuredOutputs(**spec))
     except (RequestError, OSError, ValueError) as error:
-        names = " and ".join(f"--{option.replace('_', '-')}" for option in formats)
         hint = " (give a file, or a schema that begins with {)" * isinstance(error, OSError)
         raise ConfigError(f"{names}: {error}{hint}") from error
     return {kind: getattr(checked, kind) for kind in spec}

@@ -186,10 +186,8 @@ def _rows_and_rebuild(source: Any) -> tuple[Iterable[Any], Rebuild]:
     # Why check for columns: iterating over other tables yields column names or values.
     is_table = hasattr(source, "columns") or hasattr(source, "column_names")
     if is_table or isinstance(source, Mapping | bytes) or not isinstance(source, Iterable):
-        raise RequestError(
-            "source must be a path, an iterable of rows, a Dataset, a data frame or an Arrow table,"
-            f" got {type(source).__name__}"
-        )
+        allowed = "a path, an iterable of rows, a Dataset, a data frame or an Arrow table"
+        raise RequestError(f"source must be {allowed}, got {type(source).__name__}")
     rebuild = list if isinstance(source, Sequence) else iter
     return source, lambda answered: rebuild(answered())
 

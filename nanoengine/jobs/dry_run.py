@@ -21,6 +21,7 @@ from nanoengine.jobs.job import JobOptions, count_rows, tasks_of
 from nanoengine.jobs.paths import JobPaths
 from nanoengine.jobs.rows import RowReader, reader_args
 from nanoengine.jobs.source import RowError, find_inputs
+from nanoengine.settings.checks import counted
 from nanoengine.settings.config import EngineConfig
 from nanoengine.settings.params import SamplingParams
 from nanoengine.text.load_tokenizer import with_tokenizer_eos
@@ -43,7 +44,7 @@ def dry_run(options: JobOptions, config: EngineConfig, model: str) -> int:
     limits: Any = SimpleNamespace(
         vocab_size=model_config.vocab_size,
         eos_token_ids=model_config.eos_token_ids,
-        max_model_len=config.max_model_len or model_config.max_position_embeddings,
+        max_model_len=model_config.context_len(config.max_model_len),
         generation_defaults=model_config.generation_defaults,
     )
     blocks: Any = SimpleNamespace(can_ever_allocate=lambda num_tokens: True)
@@ -67,9 +68,7 @@ def dry_run(options: JobOptions, config: EngineConfig, model: str) -> int:
         if error is not None:
             num_failed += 1
             print(f"{task.input.name}:{task.number}: {error.code}: {error}")
-    print(
-        f"{num_rows:,} rows, {num_failed:,} would fail; {num_prompt:,} prompt tokens, at most"
-        f" {longest:,} per prompt; at most {num_output:,} output tokens",
-        file=sys.stderr,
-    )
+    total = f"{counted(num_rows, 'row')}, {num_failed:,} would fail; {num_prompt:,} prompt tokens,"
+    longest_prompt = f"at most {longest:,} per prompt"
+    print(total, f"{longest_prompt}; at most {num_output:,} output tokens", file=sys.stderr)
     return 1 if num_failed else 0

@@ -40,6 +40,7 @@ from nanoengine.jobs.source import (
     survey,
 )
 from nanoengine.jobs.work import Result, Work
+from nanoengine.settings.checks import counted
 from nanoengine.text.prompt_forms import PAUSE, Pause
 from nanoengine.version import __version__
 
@@ -137,10 +138,8 @@ class Job:
                 close = self.journal.close
                 stack.callback(lambda: close(is_complete=self.is_complete))
             elif any(log.num_bytes for log in self._record_logs()):
-                raise ConfigError(
-                    f"--errors {options.errors!r} exists, but a job whose --output is a pipe can't"
-                    " be resumed: give a new file"
-                )
+                reason = "a job whose --output is a pipe can't be resumed: give a new file"
+                raise ConfigError(f"--errors {options.errors!r} exists, but {reason}")
             self._exit_stack = stack.pop_all()
         self.num_done = self.done.count(1)
 
@@ -175,14 +174,11 @@ class Job:
         if name is None or path is None:
             return
         self._error_log = self._open_log(name, stack)
-        owner = (
-            manifests.load(path, errors_of=str) if isinstance(self._error_log, RecordLog) else None
-        )
+        is_log = isinstance(self._error_log, RecordLog)
+        owner = manifests.load(path, errors_of=str) if is_log else None
         # Why: jobs that share a file would count each other's records.
         if owner is not None and owner["errors_of"] != self._paths.errors_of:
-            raise ConfigError(
-                f"--errors {name!r} belongs to another job, see {path}: give another file"
-            )
+            raise ConfigError(f"--errors {name!r} belongs to the job of {path}: give another file")
 
     def _open_log(self, name: str, stack: contextlib.ExitStack) -> RecordLog | PipeRecordLog:
         log: RecordLog | PipeRecordLog
@@ -231,15 +227,11 @@ class Job:
         # Why the table too: it would be replaced at the end.
         if has_records or (paths.table and paths.output.exists() and paths.output.stat().st_size):
             if earlier is None:
-                raise ConfigError(
-                    f"output {options.output!r} exists without {paths.manifest.name}, which"
-                    f" describes its job: {manifests.START_OVER_HINT}"
-                )
+                manifest_name = f"{paths.manifest.name}, which describes its job"
+                message = f"output {options.output!r} exists without {manifest_name}"
+                raise ConfigError(f"{message}: {manifests.START_OVER_HINT}")
             if manifest["stdin"]:
-                raise ConfigError(
-                    "a job that reads stdin can't be resumed, because its rows can't be read again:"
-                    f" give a file; or {manifests.START_OVER_HINT}"
-                )
+                raise ConfigError(f"a job of stdin can't be resumed: {manifests.START_OVER_HINT}")
             manifests.require_same(earlier, manifest, self.inputs)
             self._read_back()
         elif earlier is not None and {**earlier, "created": 0} != {**manifest, "created": 0}:
@@ -270,14 +262,12 @@ class Job:
                     self.num_failed += record.failed
             num_good = len(kept) + num_to_retry
             if num_bad > num_good:
-                raise ConfigError(
-                    f"{log.path}: most lines are not records of this job ({num_bad:,} of"
-                    f" {num_bad + num_good:,}): restore the file; or {manifests.START_OVER_HINT}"
-                )
+                count = f"{num_bad:,} of {num_bad + num_good:,}"
+                message = f"{log.path}: most lines are not records of this job ({count})"
+                raise ConfigError(f"{message}: restore the file; or {manifests.START_OVER_HINT}")
             log.repair_end()
             if num_bad:
-                message = f"{num_bad:,} lines are not records, or repeat the record of a row: they"
-                message += " are dropped, and rows without a record run again"
+                message = f"dropped {counted(num_bad, 'line')}: not records, or repeated ones"
                 warnings.warn(f"{log.path}: {message}", stacklevel=1)
             if num_bad or num_to_retry:
                 log.rewrite(kept)
@@ -349,18 +339,14 @@ class Job:
 
     def _require_all(self) -> None:
         for message in manifests.changed_inputs(self._inputs_at_start):
-            raise InputChangedError(
-                f"{message} while the job ran, so answers may belong to other rows: start over with"
-                " --restart"
-            )
+            raise InputChangedError(f"{message} while the job ran: start over with --restart")
         # Why not Parquet: a damaged file yields fewer rows than it declares, and an error record.
         is_exact = all(source.form != "parquet" for source in self.inputs)
         num_done = self.done.count(1)
         if self.num_rows is not None and is_exact and num_done < self.num_rows:
-            raise InputChangedError(
-                f"{self.num_rows - num_done:,} of {self.num_rows:,} rows have no record, because an"
-                " input was truncated while it was read: run the same command again"
-            )
+            missing = f"{self.num_rows - num_done:,} of {self.num_rows:,} rows have no record"
+            reason = "an input was truncated while it was read"
+            raise InputChangedError(f"{missing}, because {reason}: run the same command again")
 
     @property
     def places(self) -> str:

@@ -11,10 +11,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from nanoengine.checkpoint.config import GENERATION_DEFAULTS, load_model_config
+from nanoengine.checkpoint.config import load_model_config
 from nanoengine.checkpoint.files import checkpoint_files, file_digest
 from nanoengine.errors import ConfigError
 from nanoengine.jobs.record_log import atomic_write
+from nanoengine.jobs.rows import MAX_TOKENS
 from nanoengine.jobs.source import STDIN, Input, digest
 from nanoengine.settings.checks import truncate
 from nanoengine.settings.config import EngineConfig
@@ -27,9 +28,7 @@ NOT_COMPARED = ("created", "inputs", "sampling_defaults")
 HINTS = {"rows.chat": " (whether prompts are sent as chat messages; false is --raw)"}
 """Explanations of fields that no option is named after."""
 
-START_OVER_HINT = (
-    "name another output, or move this one aside, as `nanoengine batch` does with --restart"
-)  # fmt: skip
+START_OVER_HINT = "name another output, or let `nanoengine batch` move this one with --restart"
 """A hint in errors. It names the command, because other commands and Python lack --restart."""
 
 RESULT_SETTINGS = (
@@ -76,12 +75,14 @@ def describe_engine(config: EngineConfig, name: str) -> dict[str, Any]:
     from nanoengine.checkpoint.find import resolve_model
 
     directory = resolve_model(config)
+    model = load_model_config(directory)
+    model.context_len(config.max_model_len)  # Why: it raises before --restart moves files.
     weights = checkpoint_files(directory) if config.load_format == "auto" else []
     description = {
         "model": {"name": name, "files": _digests(directory, weights)},
         "engine": {setting: getattr(config, setting) for setting in RESULT_SETTINGS},
         "random_numbers": "by a row's id, else its number",
-        "sampling_defaults": sampling_line(config, load_model_config(directory)),
+        "sampling_defaults": sampling_line(config, model),
     }
     tokenizer = os.path.expanduser(config.tokenizer or "")
     if os.path.exists(tokenizer):
@@ -89,29 +90,25 @@ def describe_engine(config: EngineConfig, name: str) -> dict[str, Any]:
     return description
 
 
-REPORTED_PARAMS = {*GENERATION_DEFAULTS} - {"max_tokens"}
-"""Sampling parameters that are always reported: the ones that a checkpoint may set."""
-
-
 def sampling_line(config: EngineConfig, info: Any, options: Mapping[str, Any] | None = None) -> str:
     """The sampling parameters of prompts that set none, and the source of each value.
 
     Args:
         info: an object with the model's `generation_defaults`.
-        options: sampling parameters that the command line sets.
+        options: sampling parameters that the command sets.
     """
     from nanoengine.checkpoint.find import resolve_model
 
     sources = ("general.sampling.*", "file"), ("generation_config.json", "checkpoint")
     keys, container = sources[not is_gguf(resolve_model(config))]
     missing = "" if info.generation_defaults else f"; the {container} has none"
-    params = {"temperature": (1.0, f"the engine's default{missing}")}
+    params: dict[str, Any] = {"temperature": (1.0, f"the engine's default{missing}")}
+    params["max_tokens"] = MAX_TOKENS["simple"], "the commands' default; OpenAI rows have OpenAI's"
     params |= {name: (value, keys) for name, value in info.generation_defaults.items()}
-    params |= {name: (value, "the command's options") for name, value in (options or {}).items()}
+    params |= {name: (value, "set by the command") for name, value in (options or {}).items()}
     by_source = defaultdict(list)
     for name, (value, source) in params.items():
-        if name in REPORTED_PARAMS or name in (options or ()):
-            by_source[source].append(f"{name} {truncate(value)}")
+        by_source[source].append(f"{name} {truncate(value)}")
     return "; ".join(f"{', '.join(values)} ({source})" for source, values in by_source.items())
 
 
@@ -211,7 +208,7 @@ def _has_grown(old: dict[str, Any], new: dict[str, Any], source: Input) -> bool:
 
 
 def _flatten(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    if isinstance(value, dict) and value:
+    if isinstance(value, dict):
         for key, item in value.items():
             yield from _flatten(item, f"{name}.{key}" if name else key)
     else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
@@ -136,6 +137,7 @@ class JobPaths:
         number = next(n for n in numbers if not any(self._numbered(p, n).exists() for p in files))
         for path in files:
             os.replace(path, self._numbered(path, number))
+            print(f"moved {path} to {self._numbered(path, number)}", file=sys.stderr)
 
     def _numbered(self, path: Path, number: str) -> Path:
         """out.jsonl.job.json -> out.1.jsonl.job.json; --output out.1.jsonl resumes the old job."""

@@ -107,18 +107,15 @@ def _embeddings(body: Mapping[str, Any], outputs: list[PoolingRequestOutput]) ->
     def encode(vector: list[float]) -> object:
         return base64.b64encode(np.array(vector, "<f4")).decode() if is_base64 else vector
 
-    data = [
-        {"index": i, "object": "embedding", "embedding": encode(output.outputs.embedding)}
-        for i, output in enumerate(outputs)
-    ]
-    return {"object": "list", "data": data}
+    return _list("embedding", [encode(output.outputs.embedding) for output in outputs])
 
 
 def _scores(body: Mapping[str, Any], outputs: list[PoolingRequestOutput]) -> dict[str, Any]:
-    data = [
-        {"index": i, "object": "score", "score": output.outputs.score}
-        for i, output in enumerate(outputs)
-    ]
+    return _list("score", [output.outputs.score for output in outputs])
+
+
+def _list(kind: str, values: list[Any]) -> dict[str, Any]:
+    data = [{"index": i, "object": kind, kind: value} for i, value in enumerate(values)]
     return {"object": "list", "data": data}
 
 

@@ -18,9 +18,11 @@ from nanoengine.jobs.job import Job
 from nanoengine.jobs.manifest import START_OVER_HINT
 from nanoengine.jobs.record_log import as_output_lost
 from nanoengine.jobs.work import Counts
+from nanoengine.settings.checks import counted
 
 BLOCK_WAITS = {"blocks", "policy"}
 """Reasons in `StepPlan.waits`: too few free blocks, or the admission policy predicts too few."""
+CUT = "cut at max_tokens or the end of the context: see --max-tokens and --max-model-len"
 LIVE_INTERVAL_S, LOG_INTERVAL_S = 0.25, 30.0
 
 
@@ -50,10 +52,14 @@ class Progress:
             self._shown = now
             self._show(self.line())
 
+    @property
+    def num_tokens(self) -> int:
+        """Output tokens so far, also of rows that are not done."""
+        return self._stats().output_tokens - self._tokens_before
+
     def line(self) -> str:
         """Rows, speed, time left, and the engine's state."""
-        job, counts, stats = self._job, self._counts, self._stats()
-        num_tokens = stats.output_tokens - self._tokens_before
+        job, counts, stats, num_tokens = self._job, self._counts, self._stats(), self.num_tokens
         elapsed_s = time.perf_counter() - self._started
         speed = num_tokens / max(elapsed_s, 1e-9)
         total = "" if job.num_rows is None else f"/{job.num_rows:,}"
@@ -138,24 +144,26 @@ def report(job: Job, counts: Counts, ended: str, loading_s: float, run_s: float 
 def _summary(job: Job, counts: Counts, facts: dict[str, Any]) -> Iterator[str]:
     """The lines of the summary that a user reads."""
     num_done = job.num_done + counts.answered + counts.failed
+    earlier = counted(job.num_done, "row") + f", {job.num_failed:,} failed" * bool(job.num_failed)
     if job.num_done and job.num_done == job.num_rows:
-        rows = f"all {job.num_rows:,} rows, {job.num_failed:,} of them failed"
-        yield f"complete: earlier runs finished {rows}; see {job.places}"
-        yield f"--retry-errors runs failed rows again; to run all rows, {START_OVER_HINT}"
+        yield f"complete: earlier runs finished all {earlier}; see {job.places}"
+        retry = "--retry-errors runs failed rows again; " * bool(job.num_failed)
+        yield f"{retry}to run all rows again, {START_OVER_HINT}"
         return
-    total = "" if job.num_rows is None else f" of {job.num_rows:,}"
-    yield f"{facts['ended']}: {num_done:,}{total} rows are in {job.places}"
+    total = "" if job.num_rows is None else f"{num_done:,} of "
+    yield f"{facts['ended']}: {total}{counted(job.num_rows or num_done, 'row')} in {job.places}"
     if job.num_done:
-        yield f"{job.num_done:,} rows ran in earlier runs, {job.num_failed:,} of them failed"
-    yield f"{counts.answered:,} rows were answered"
+        yield f"earlier runs finished {earlier}"
+    yield f"{counted(counts.answered, 'row')} answered"
     if counts.cut_answers:
-        yield f"{counts.cut_answers:,} answers were cut at max_tokens: --max-tokens allows more"
+        yield f"{counted(counts.cut_answers, 'answer')} {CUT}"
     if counts.empty_answers:
         hint = "" if job.options.chat else "; prompts had no chat template"
-        yield f"{counts.empty_answers:,} answers are empty: the model stopped at once{hint}"
+        yield f"{counted(counts.empty_answers, 'empty answer')}: the model stopped at once{hint}"
     for code, (count, first) in sorted(counts.reasons.items(), key=lambda item: -item[1][0]):
-        yield f"{count:,} rows failed with {code}, the first at {first}"
-    yield f"{counts.output_tokens:,} output tokens, {facts['output_tokens_per_s']:,} per second"
+        yield f"{counted(count, 'row')} failed with {code}, the first at {first}"
+    tokens = counted(counts.output_tokens, "output token")
+    yield f"{tokens}, {facts['output_tokens_per_s']:,} per second"
     yield f"{facts['elapsed_s']:,.1f} s, after {facts['loading_s']:,.1f} s of loading"
     if counts.block_waits:
         share = f"in {counts.block_waits:,} of {counts.steps:,} steps"

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from nanoengine.errors import ConfigError, RequestError
 from nanoengine.jobs.prefetch import size_of
-from nanoengine.jobs.source import STDIN, UTF8_HINT, Input, Line, RowError, read_lines, row_id
+from nanoengine.jobs.source import STDIN, UTF8_HINT, Input, Line, RowError, line_id, read_lines
 from nanoengine.settings.checks import nearest, quoted, to_python
 from nanoengine.settings.params import SamplingParams
 from nanoengine.settings.vllm_names import NAMES, SAMPLING_PARAMS, translate
@@ -272,6 +272,9 @@ class RowReader:
             task.error = error if has_code else RowError("invalid_row", str(error))
         except Exception as error:  # Why all: the content of a row is arbitrary.
             task.error = RowError("invalid_row", f"{type(error).__name__}: {error}")
+        if task.error and task.error.code == "unreadable_row" and (known := line_id(line.content)):
+            task.columns = dict([known])
+            task.custom_id = task.columns.get("custom_id")
         return task
 
     def _fill(self, task: Task, row: Any) -> None:
@@ -283,7 +286,7 @@ class RowReader:
             self._fill_openai(task, row)
             return
         task.columns = row
-        _, task.key = row_id(row) or ("", task.key)
+        _, task.key = line_id(row) or ("", task.key)
         if self._options.columns_are_data:
             if names := [name for name in SAMPLING if name in row]:
                 self._warn("columns", ALL_ARE_DATA.format(", ".join(names)))
@@ -374,9 +377,8 @@ class RowReader:
             pooling = pooled.KINDS.get(str(row.get("url")), "")
             if not pooling or self._pools is None:
                 urls = ", ".join([*KINDS, *(pooled.KINDS if self._pools else ())])
-                raise RowError(
-                    "unknown_url", f"url must be one of {urls}, got {quoted(row.get('url'))}"
-                )
+                url = quoted(row.get("url"))
+                raise RowError("unknown_url", f"url must be one of {urls}, got {url}")
             task.kind = "pooled"
             names = dict.fromkeys((*pooled.BODY_FIELDS[pooling], *NO_EFFECT))
         if row.get("method", "POST") != "POST":
@@ -424,10 +426,8 @@ class RowReader:
 
     def _check_template(self, prompt: Mapping[str, Any]) -> None:
         if "chat_template" in prompt and not self._options.trust_row_templates:
-            raise RequestError(
-                "chat_template is refused, because a template is a program: allow it with"
-                " trust_row_templates (--trust-row-templates)"
-            )
+            needed = "trust_row_templates (--trust-row-templates)"
+            raise RequestError(f"chat_template is a program, which is refused without {needed}")
 
     def _fill_chat(self, task: Task, body: dict[str, Any]) -> None:
         if "messages" not in body:
@@ -623,11 +623,9 @@ def require_columns(inputs: Iterable[Input], options: RowOptions, max_row_bytes:
         else:
             if names or source.form == "txt":
                 required = options.prompt_column or options.template or "prompt"
-                raise ConfigError(
-                    f"no row of {source.name!r} has the columns for {required!r}: its columns are"
-                    f" {quoted(list(names))}; select one with --prompt-column, or several with"
-                    " --template"
-                )
+                missing = f"no row of {source.name!r} has the columns for {required!r}"
+                hint = "select one with --prompt-column, or several with --template"
+                raise ConfigError(f"{missing}: its columns are {quoted(list(names))}; {hint}")
 
 
 def parse_line(line: Line) -> Any:
@@ -642,9 +640,9 @@ def parse_line(line: Line) -> Any:
     if not isinstance(content, bytes):
         return content
     try:
-        text = content.decode()
+        text = content.decode().rstrip("\r\n")
         if line.input.form == "txt":
-            return text.rstrip("\r\n")
+            return text
         value = JSON_DECODER.decode(text)
         if text.count("[") + text.count("{") > MAX_DEPTH:
             _check_depth(value)
@@ -654,7 +652,8 @@ def parse_line(line: Line) -> Any:
     except UnicodeDecodeError as error:
         raise RowError("unreadable_row", f"the line is not UTF-8: {error}; {UTF8_HINT}") from error
     except (ValueError, RecursionError) as error:
-        raise RowError("unreadable_row", f"the line is not JSON: {error}") from error
+        reason = re.sub(r": line \d+ column (\d+) \(char \d+\)$", r" at column \1", str(error))
+        raise RowError("unreadable_row", f"the line is not JSON: {reason}") from error
 
 
 def _check_depth(value: Any) -> None:

@@ -32,10 +32,7 @@ def readable_log(job: Job) -> RecordLog:
         ConfigError: the records or the rows can't be read again.
     """
     if not isinstance(job.log, RecordLog) or job.num_rows is None:
-        raise ConfigError(
-            "--verify reads rows and records again: INPUT and --output must be files, not - or a"
-            " pipe"
-        )
+        raise ConfigError("--verify needs an INPUT and an --output that can be read again, not -")
     return job.log
 
 

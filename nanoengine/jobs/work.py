@@ -23,6 +23,7 @@ from nanoengine.errors import EngineDeadError, EngineHungError, NanoEngineError
 from nanoengine.jobs.rows import Task
 from nanoengine.jobs.source import RowError
 from nanoengine.outputs import RequestOutput
+from nanoengine.settings.checks import counted
 from nanoengine.text.prompt_forms import PAUSE, Pause, Row
 
 Stream = Callable[[Iterator[Row | Pause]], Generator[RequestOutput, None, None]]
@@ -262,7 +263,6 @@ class Work:
             count, first = self.counts.reasons.get(error.code, (0, message))
             self.counts.reasons[error.code] = count + 1, first
             if self._max_errors is not None and self.counts.failed > self._max_errors:
-                raise TooManyErrorsError(
-                    f"{self.counts.failed} rows failed, more than --max-errors {self._max_errors};"
-                    f" the last: {message}"
-                )
+                failed = f"{counted(self.counts.failed, 'row')} failed"
+                limit = f"more than --max-errors {self._max_errors}"
+                raise TooManyErrorsError(f"{failed}, {limit}; the last: {message}")

@@ -54,12 +54,8 @@ def load_model(
             `max_positions` is None, and the context is longer than `MAX_DEFAULT_CONTEXT`.
         WeightLoadError: see `stored_tensors`, `drop_tied_head`, `check_sizes` and `load_weights`.
     """
-    context_len, longest = config.max_position_embeddings, context.max_positions
-    if longest is not None and longest > context_len:
-        raise ConfigError(
-            f"max_model_len must be at most the model's context of {context_len}, got {longest}"
-        )
-    if longest is None and context_len > MAX_DEFAULT_CONTEXT:
+    context_len = config.context_len(context.max_positions)
+    if context.max_positions is None and context_len > MAX_DEFAULT_CONTEXT:
         raise ConfigError(
             f"the model's context is {context_len} tokens (max_position_embeddings), longer than"
             f" the {MAX_DEFAULT_CONTEXT} that are allowed by default: set max_model_len"

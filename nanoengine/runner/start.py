@@ -95,7 +95,6 @@ class RunnerSetup:
             return self._start()
 
     def _start(self) -> KVLayout:
-        context_len = self.model_config.max_position_embeddings
         if self.device.type == "cuda" and self.dtype != torch.float64:
             from nanoengine.kernels.launch import require_compiler
 
@@ -119,7 +118,7 @@ class RunnerSetup:
         self.memory = plan_memory(
             self.config,
             layout,
-            context_len=context_len,
+            context_len=self.model_config.max_position_embeddings,
             weight_bytes=self.weight_bytes,
             device=self.device,
             measure=functools.partial(self._measure, layout),
@@ -248,5 +247,5 @@ class RunnerSetup:
 
     def _longest_batch(self) -> InputBatch:
         """A new InputBatch for the longest sequences that the memory plan may allow."""
-        longest = self.config.max_model_len or self.model_config.max_position_embeddings
+        longest = self.model_config.context_len(self.config.max_model_len)
         return self._make_input_batch(longest, 2)

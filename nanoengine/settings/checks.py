@@ -154,6 +154,11 @@ def nearest(name: object, known: Collection[str]) -> str:
     return f"did you mean {near[0]!r}?" if near else f"known: {join_names(known, limit=50)}"
 
 
+def counted(number: int, noun: str) -> str:
+    """A number with its noun: 1 row, 2,000 rows."""
+    return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
 def require_positive(options: object, error: type[Exception], *names: str) -> None:
     """Raises `error` if one of these options is given and below 1."""
     for name in names:
@@ -215,10 +220,8 @@ def checked(
             init(self, **options)
 
         def __setattr__(self: T, name: str, value: Any) -> None:
-            raise dataclasses.FrozenInstanceError(
-                f"{cls.__name__} is frozen: create a changed copy with"
-                f" dataclasses.replace(..., {name}=...)"
-            )
+            hint = f"create a changed copy with dataclasses.replace(..., {name}=...)"
+            raise dataclasses.FrozenInstanceError(f"{cls.__name__} is frozen: {hint}")
 
         cls.__init__ = __init__  # type: ignore[method-assign, assignment]
         cls.__setattr__ = __setattr__  # type: ignore[method-assign, assignment]

@@ -193,10 +193,9 @@ class EngineConfig:
             try:
                 text = Path(self.chat_template).expanduser().read_text(encoding="utf-8")
             except (OSError, ValueError) as error:
-                raise ConfigError(
-                    "chat_template must be the text of a Jinja template or a file that contains it,"
-                    f" got {quoted(self.chat_template)}: {error}"
-                ) from error
+                allowed = "a Jinja template or its file"
+                got = f"{quoted(self.chat_template)}: {error}"
+                raise ConfigError(f"chat_template must be {allowed}, got {got}") from error
             object.__setattr__(self, "chat_template", text)
         check_tiers(self.kv_tiers)
         if self.speculative is not None:
@@ -204,10 +203,8 @@ class EngineConfig:
 
             is_mtp = isinstance(parse_speculative(self.speculative), MTPDrafts)
             if is_mtp and (self.kv_tiers or self.tensor_parallel_size > 1):
-                raise ConfigError(
-                    "speculative='mtp' is not supported with kv_tiers or with"
-                    " tensor_parallel_size > 1; use 'ngram', or None"
-                )
+                others = "kv_tiers or tensor_parallel_size > 1"
+                raise ConfigError(f"speculative='mtp' is not supported with {others}")
         if self.kv_tiers and not self.enable_prefix_caching:
             raise ConfigError("kv_tiers stores cached prefixes: set enable_prefix_caching=True")
 
@@ -235,14 +232,11 @@ class EngineConfig:
             if not holds:
                 raise ConfigError(f"{name} must be {allowed}, got {quoted(getattr(self, name))}")
         if sum(value is not None for value in sizings) > 1:
-            raise ConfigError(
-                "num_kv_blocks, kv_cache_gib, memory_fraction and gpu_memory_utilization all size"
-                f" the KV cache: set one, got {', '.join(map(str, sizings))}"
-            )
+            names = "num_kv_blocks, kv_cache_gib, memory_fraction and gpu_memory_utilization"
+            got = ", ".join(map(str, sizings))
+            raise ConfigError(f"{names} all size the KV cache: set one, got {got}")
         if budget is not None and budget < self.max_num_seqs:
-            raise ConfigError(
-                f"max_num_batched_tokens={budget} must be at least"
-                f" max_num_seqs={self.max_num_seqs}: each running sequence needs one token per step"
-            )
+            least = f"max_num_seqs={self.max_num_seqs}, a token per sequence and step"
+            raise ConfigError(f"max_num_batched_tokens={budget} must be at least {least}")
         if not self.enable_chunked_prefill and self.long_prefill_threshold:
             raise ConfigError("long_prefill_threshold needs enable_chunked_prefill=True")

@@ -207,10 +207,9 @@ class SamplingParams:
             texts = getattr(self, name) or ()
             num_chars = sum(map(len, texts))
             if len(texts) > max_texts or num_chars > max_chars:
-                raise RequestError(
-                    f"{name} must have at most {max_texts:,} strings and {max_chars:,} characters"
-                    f" in total, got {len(texts):,} strings and {num_chars:,} characters"
-                )
+                limits = f"{max_texts:,} strings and {max_chars:,} characters in total"
+                got = f"{len(texts):,} strings and {num_chars:,} characters"
+                raise RequestError(f"{name} must have at most {limits}, got {got}")
             for text in texts:
                 if not text or SURROGATE.search(text):
                     raise RequestError(

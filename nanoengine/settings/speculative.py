@@ -59,17 +59,13 @@ def parse_speculative(text: str) -> NgramDrafts | MTPDrafts:
     for part in filter(None, options_text.split(",")):
         option, _, value = part.partition("=")
         if option not in known or not value.isdecimal():
-            raise ConfigError(
-                f"speculative: the options of {name!r} are {', '.join(known)}, integers, as in"
-                f" '{name}:k=4'; got {quoted(part)}"
-            )
+            allowed = f"the options of {name!r} are {', '.join(known)}, integers"
+            raise ConfigError(f"speculative: {allowed}, as in '{name}:k=4'; got {quoted(part)}")
         options[option] = int(value)
     drafts = kind(**options)
     if not 1 <= drafts.k <= MAX_DRAFTS:
         raise ConfigError(f"speculative: k must be in [1, {MAX_DRAFTS}], got {drafts.k}")
     if isinstance(drafts, NgramDrafts) and not 1 <= drafts.min <= drafts.max <= MAX_NGRAM:
-        raise ConfigError(
-            f"speculative: 1 <= min <= max <= {MAX_NGRAM} must hold, got min={drafts.min},"
-            f" max={drafts.max}"
-        )
+        got = f"min={drafts.min}, max={drafts.max}"
+        raise ConfigError(f"speculative: 1 <= min <= max <= {MAX_NGRAM} must hold, got {got}")
     return drafts

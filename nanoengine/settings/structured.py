@@ -68,10 +68,8 @@ regex, choice, grammar, got regex, choice
     def __post_init__(self) -> None:
         formats = [name for name in KINDS if getattr(self, name) not in (None, False)]
         if len(formats) != 1:
-            raise RequestError(
-                f"structured_outputs must have exactly one of {', '.join(KINDS)}, got"
-                f" {', '.join(formats) or 'none of them'}"
-            )
+            allowed, got = ", ".join(KINDS), ", ".join(formats) or "none of them"
+            raise RequestError(f"structured_outputs must have exactly one of {allowed}, got {got}")
         if self.json is not None:
             object.__setattr__(self, "json", _schema_text(self.json))
         if self.choice is not None and not self.choice:

@@ -73,10 +73,8 @@ def check_tiers(tiers: tuple[Tier, ...]) -> None:
     if kinds == (DiskTier,):
         raise ConfigError("kv_tiers: blocks reach a disk through host memory: add a HostTier first")
     if kinds not in ((), (HostTier,), (HostTier, DiskTier)):
-        raise ConfigError(
-            "kv_tiers must be [], [HostTier(...)] or [HostTier(...), DiskTier(...)], got"
-            f" {list(tiers)}"
-        )
+        allowed = "[], [HostTier(...)] or [HostTier(...), DiskTier(...)]"
+        raise ConfigError(f"kv_tiers must be {allowed}, got {list(tiers)}")
 
 
 def _require_size(tier: Tier) -> None:

@@ -6,12 +6,14 @@ python -m nanoengine.small "Tom has a red hat. Tom" "Tom has a red hat. Mia" --n
 
 from __future__ import annotations
 
+import signal
 from typing import Annotated
 
 import tyro
 
 from nanoengine.assets import demo_model_path
 from nanoengine.core.plan import StepPlan
+from nanoengine.errors import NanoEngineError
 from nanoengine.settings.params import SamplingParams
 from nanoengine.small.llm import LLM
 
@@ -41,14 +43,8 @@ def main(
     def show(plan: StepPlan) -> None:
         print(f"{plan}\n  blocks {llm.engine.scheduler.block_manager.pool}")
 
-    llm = LLM(
-        model,
-        num_blocks=num_blocks,
-        block_size=block_size,
-        max_num_seqs=4,
-        max_num_batched_tokens=max_num_batched_tokens,
-        watch=show,
-    )
+    sizes = {"num_blocks": num_blocks, "block_size": block_size, "max_num_seqs": 4}
+    llm = LLM(model, **sizes, max_num_batched_tokens=max_num_batched_tokens, watch=show)
     print("blocks: 0 null, . empty, c cached, else the number of sequences that use it")
     answers = llm.generate(prompts, SamplingParams(temperature=temperature, max_tokens=max_tokens))
     for prompt, answer in zip(prompts, answers, strict=True):
@@ -56,4 +52,9 @@ def main(
 
 
 if __name__ == "__main__":
-    tyro.cli(main)
+    # Why: the signal ends the process when `| head` has exited. Windows has no SIGPIPE.
+    signal.signal(getattr(signal, "SIGPIPE", signal.SIGTERM), signal.SIG_DFL)
+    try:
+        tyro.cli(main)
+    except NanoEngineError as error:
+        raise SystemExit(f"error: {error}") from None

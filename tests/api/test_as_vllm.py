@@ -13,6 +13,7 @@ from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -269,7 +270,8 @@ def test_outputs_equal_those_of_llm_with_vllms_fields(llm: VLLM) -> None:
 
 
 def test_enqueued_requests_give_the_outputs_of_a_call(llm: VLLM) -> None:
-    """The requests survive another call in between, and keep their ids and their order."""
+    """The requests survive another call in between, and keep their ids and their order;
+    an interrupted wait drops none."""
     params, talk = VLLMParams(**GREEDY), [{"role": "user", "content": "Hello"}]
     ids = llm.enqueue(["Once upon", "Tom"], [params, VLLMParams(temperature=0, max_tokens=1)])
     with pytest.raises(RequestError, match="prompt 1: "):
@@ -277,6 +279,9 @@ def test_enqueued_requests_give_the_outputs_of_a_call(llm: VLLM) -> None:
     expected = llm.generate(["Once upon", "Tom"], params, use_tqdm=False)
     expected += llm.chat(talk, params, use_tqdm=False)
     ids += llm.enqueue_chat(talk, params, priority=[-1], add_generation_prompt=True)
+    interrupted = patch.object(LLM, "_complete", side_effect=KeyboardInterrupt)
+    with interrupted, pytest.raises(KeyboardInterrupt):
+        llm.wait_for_completion(use_tqdm=False)
     found = llm.wait_for_completion(use_tqdm=False)
     assert [output.request_id for output in found] == ids and len({*ids}) == 3
     tokens = [output.outputs[0].token_ids for output in expected]

@@ -9,6 +9,7 @@ import pytest
 
 from nanoengine import LLM, SamplingParams
 from nanoengine.cli.chat import HELP, Chat
+from nanoengine.jobs.progress import CUT
 from tests.support.text_fixtures import text_checkpoint
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
@@ -46,8 +47,10 @@ def test_later_turns_hit_the_prefix_cache(llm: LLM, talk: Callable[..., Chat], c
     before = llm.stats().cache_hit_tokens
     chat = talk("the dog and the little girl", "", "and then", system="be kind " * 8)
     assert [m["role"] for m in chat.messages] == ["system", *["user", "assistant"] * 2]
-    shown = capsys.readouterr().out.splitlines()
-    assert shown == "\n".join(m["content"] for m in chat.messages[2::2]).splitlines()
+    shown = capsys.readouterr().out
+    assert shown.count(f" [{CUT}]\n") == 2
+    answers = "\n".join(m["content"] for m in chat.messages[2::2]).splitlines()
+    assert shown.replace(f" [{CUT}]", "").splitlines() == answers
     (expected,) = llm.chat(chat.messages[:4], GREEDY, use_tqdm=False)
     assert expected.outputs[0].text == chat.messages[4]["content"]
     assert llm.stats().cache_hit_tokens - before > 40

@@ -23,6 +23,7 @@ from benchmarks.suite import options
 from nanoengine.attention import BACKENDS
 from nanoengine.checkpoint.families import FAMILIES
 from nanoengine.cli.main import COMMANDS, find_command, main, parse
+from nanoengine.errors import ConfigError
 from tests.support import pages, stand_ins
 from tests.support.pages import ROOT, Block
 
@@ -196,7 +197,10 @@ def command_error(arguments: list[str]) -> str:
         elif program != "nanoengine" or rest[0] not in COMMANDS:
             return f"no command {program} {rest[0]}"
         elif (options_class := find_command(rest[0])[1]) is not None and "..." not in rest:
-            parse(options_class, "nanoengine", rest[1:])
+            try:
+                parse(options_class, "nanoengine", rest[1:])
+            except ConfigError as error:
+                return str(error)
     return errors.getvalue()
 
 

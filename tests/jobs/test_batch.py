@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import HealthCheck, example, given, settings
@@ -27,9 +28,10 @@ from nanoengine.cli import main as cli
 from nanoengine.jobs import prefetch
 from nanoengine.jobs.job import Job
 from nanoengine.jobs.prefetch import Prefetcher
-from nanoengine.jobs.progress import time_left_s
+from nanoengine.jobs.progress import Progress, time_left_s
 from nanoengine.jobs.record_log import PipeRecordLog
 from nanoengine.jobs.records import json_line
+from nanoengine.jobs.signals import Stopped
 from nanoengine.jobs.source import Input, Line
 from nanoengine.text import rendering
 from nanoengine.text.prompt_forms import PAUSE
@@ -146,6 +148,7 @@ def test_echo_repeats_the_prompt_with_its_logprobs(batch: Batch) -> None:
     assert "prompt_logprobs" not in bodies[1] and plain["logprobs"] is None
 
 
+UNSTORABLE = "is too large for a 64-bit float: write it as a string"
 BAD_ROWS: list[tuple[Any, str, str]] = [
     (completion("x", temprature=0), "invalid_row", "did you mean 'temperature'?"),
     (completion("x", stream=True), "invalid_row", "batch jobs do not stream"),
@@ -178,11 +181,12 @@ BAD_ROWS: list[tuple[Any, str, str]] = [
     (completion("x", n=16_385, temperature=1.0), "invalid_row", "n must be from 1 to 16,384"),
     ([], "invalid_row", "the row must be an object"),
     ("one", "invalid_row", "the row must be an object"),
+    (b'{"custom_id": "x", "body": {"n": 1e400}}', "unreadable_row", UNSTORABLE),
+    (b'{"custom_id": "x", "body"', "unreadable_row", "not JSON"),
 ]
-UNSTORABLE = "is too large for a 64-bit float: write it as a string"
 IMAGE = [{"role": "user", "content": [{"type": "image_url"}]}]
 BAD_SIMPLE_ROWS: list[tuple[Any, str, str]] = [
-    (b'{"prompt"', "unreadable_row", "not JSON"),
+    (b'{"prompt"', "unreadable_row", "the line is not JSON: Expecting ':' delimiter at column 10"),
     (b"[" * 200_000, "unreadable_row", "not JSON"),
     (b"1" * 5000, "unreadable_row", "not JSON"),
     (b'"caf\xe9"', "unreadable_row", "not UTF-8"),
@@ -224,7 +228,8 @@ def test_a_row_that_cannot_run_becomes_an_error_record_and_other_rows_are_answer
         assert message in record["error"]["message"]
         if rows is BAD_ROWS:
             validate(record)
-            assert record["custom_id"] == (row.get("custom_id") if isinstance(row, dict) else None)
+            known = row.get("custom_id") if isinstance(row, dict) else None
+            assert record["custom_id"] == ("x" if isinstance(row, bytes) else known)
 
 
 def test_fields_of_a_body_reach_the_engine(batch: Batch, seen: list[Any]) -> None:
@@ -290,13 +295,13 @@ def test_simple_rows_keep_their_columns(batch: Batch) -> None:
 def test_text_csv_and_compressed_files_and_a_glob(batch: Batch) -> None:
     batch.write(codecs.BOM_UTF8 + b"one\n\ndog\r\n", "a.txt")
     batch.write(gzip.compress(b'{"prompt": "one"}\n{"prompt": "dog"}\n'), "b.jsonl.gz")
-    batch.write(b'prompt,id\none,1\n"dog",2\ntorn\n', "c.csv")
+    batch.write(b'id,prompt\n1,one\n2,"dog"\n3,torn,5\n', "c.csv")
     rows = batch.directory / "[abc].*"
     assert batch.run(rows, "--sort-output", *GREEDY) == 1, batch.stderr
     records = batch.records()
     good = [ANSWERS["one"], ANSWERS["dog"]]
     assert [texts(record) for record in records] == [[t] for t in good * 3] + [[]]
-    assert records[4]["id"] == "1"
+    assert (records[4]["id"], records[6]["id"]) == ("1", "3")
     error = records[6]["error"]
     assert (error["code"], error["line"]) == ("unreadable_row", 4)
     assert error["file"].endswith("c.csv")
@@ -502,18 +507,18 @@ def test_the_summary_says_where_the_output_is_and_what_failed(batch: Batch) -> N
     summary, output = batch.directory / "s.json", batch.directory / "out.csv"
     args = (source, *GREEDY, "--summary-json", summary)
     assert batch.run(*args, "--max-errors", "0", "--no-reorder", output=output) == 3
-    first = f"too many errors: 1 of 6 rows are in {output}.job.jsonl"
-    assert f"\n{first}\n0 rows were answered\n1 rows failed with" in batch.stderr
+    first = f"too many errors: 1 of 6 rows in {output}.job.jsonl"
+    assert f"\n{first}\n0 rows answered\n1 row failed with" in batch.stderr
     assert batch.run(*args, output=output) == 1
     facts = json.loads(summary.read_text())
     lines = [
-        f"complete: 6 of 6 rows are in {output}",
-        "1 rows ran in earlier runs, 1 of them failed",
-        "3 rows were answered",
-        "1 answers were cut at max_tokens: --max-tokens allows more",
-        "1 answers are empty: the model stopped at once; prompts had no chat template",
-        f"1 rows failed with invalid_row, the first at {source}:3: n must be ",
-        f"1 rows failed with invalid_request, the first at {source}:6: ",
+        f"complete: 6 of 6 rows in {output}",
+        "earlier runs finished 1 row, 1 failed",
+        "3 rows answered",
+        "1 answer cut at max_tokens or the end of the context: see --max-tokens and",
+        "1 empty answer: the model stopped at once; prompts had no chat template",
+        f"1 row failed with invalid_row, the first at {source}:3: n must be ",
+        f"1 row failed with invalid_request, the first at {source}:6: ",
         f"{facts['output_tokens']} output tokens, {facts['output_tokens_per_s']:,} per second",
         f"{facts['elapsed_s']:,.1f} s, after {facts['loading_s']:,.1f} s of loading",
     ]
@@ -525,6 +530,28 @@ def test_the_summary_says_where_the_output_is_and_what_failed(batch: Batch) -> N
     assert facts["output_tokens"] > 1 and facts["ended"] == "complete"
 
 
+def test_an_interrupted_run_counts_the_tokens_of_unfinished_rows(
+    batch: Batch, monkeypatch: Any
+) -> None:
+    """Regression: it reported 0 tokens per second."""
+    on_step, summary = Progress.on_step, batch.directory / "s.json"
+
+    def stop(progress: Progress, *args: Any) -> None:
+        on_step(progress, *args)
+        if progress.num_tokens == 3:
+            raise Stopped(15)
+
+    monkeypatch.setattr(Progress, "on_step", stop)
+    args = batch.write([{"prompt": "one", "ignore_eos": True}]), *GREEDY, "--summary-json", summary
+    assert batch.run(*args) == 143, batch.stderr
+    facts = json.loads(summary.read_text())
+    assert (facts["answered"], facts["output_tokens"]) == (0, 3)
+    assert facts["output_tokens_per_s"] > 0 and "\n3 output tokens, " in batch.stderr
+    monkeypatch.setattr("nanoengine.llm.LLM.__init__", Mock(side_effect=Stopped(15)))
+    assert batch.run(*args) == 143
+    assert batch.stderr == "interrupted before any new row ran\n"
+
+
 def test_a_complete_job_loads_no_model(batch: Batch, monkeypatch: Any) -> None:
     """Regression: it loaded the model, and did not say that it ran nothing."""
     source, output = batch.write(["one", "dog"], "in.txt"), batch.directory / "out.csv"
@@ -534,8 +561,8 @@ def test_a_complete_job_loads_no_model(batch: Batch, monkeypatch: Any) -> None:
     output.unlink()
     assert batch.run(source, *GREEDY, output=output) == 0
     assert output.read_bytes() == content
-    finished = "complete: earlier runs finished all 2 rows, 0 of them failed"
-    assert batch.stderr.startswith(f"{finished}; see {output}\n--retry-errors runs failed")
+    finished = f"complete: earlier runs finished all 2 rows; see {output}"
+    assert batch.stderr.startswith(f"{finished}\nto run all rows again, name another")
 
 
 @pytest.mark.parametrize(
@@ -590,7 +617,7 @@ def test_an_invalid_line_is_dropped_and_its_row_runs_again(batch: Batch) -> None
     lines[2] = b"\0" * (len(lines[2]) - 1) + b"\n"
     batch.output.write_bytes(b"".join(lines))
     assert batch.run(source) == 0
-    assert "1 lines are not records" in batch.stderr
+    assert "dropped 1 line: not records" in batch.stderr
     assert len(batch.by_row()) == 5
 
 
@@ -771,7 +798,7 @@ def test_a_job_that_read_stdin_is_not_resumed(batch: Batch, monkeypatch: Any) ->
         monkeypatch.setattr("sys.stdin", type("Stdin", (), {"buffer": stdin}))
         assert batch.run("-", "--max-errors", "0", *GREEDY) == code
         assert "the same command" not in batch.stderr
-    assert "a job that reads stdin can't be resumed" in batch.stderr
+    assert "a job of stdin can't be resumed" in batch.stderr
 
 
 def test_a_row_whose_step_raises_three_times_is_poison(batch: Batch, monkeypatch: Any) -> None:
@@ -869,7 +896,10 @@ def test_a_glob_skips_the_files_of_the_job(batch: Batch, monkeypatch: Any) -> No
         (batch.directory / "out.jsonl.tmp").touch()  # as a killed process leaves it
         assert batch.run(*args, *options, output="out.jsonl") == 1, batch.stderr
         assert [row_of(record) for record in batch.records()] == [0]
+        assert ("\nmoved out.jsonl to out.1.jsonl\n" in batch.stderr) == bool(options)
     assert (batch.directory / "out.1.jsonl").exists()
+    assert batch.run(*args, "--restart", "--max-model-len", "100000", output="out.jsonl") == 2
+    assert not (batch.directory / "out.2.jsonl").exists(), "nothing moves if the command is refused"
     batch.write(["dog"], "out.7.jsonl")  # named like a moved output, but is not one
     assert batch.run(*args, output="out.jsonl") == 1, batch.stderr
     assert len(batch.by_row()) == 2
@@ -901,7 +931,7 @@ def test_two_jobs_cannot_share_an_errors_file(batch: Batch, monkeypatch: Any) ->
     assert batch.run(good, "--errors", "e.jsonl", *GREEDY, output="a.jsonl") == 0
     for output in ("b.jsonl", "/dev/null"):
         assert batch.run(bad, "--errors", "e.jsonl", output=output) == 2
-        assert "--errors 'e.jsonl' belongs to another job, see e.jsonl.job.json" in batch.stderr
+        assert "--errors 'e.jsonl' belongs to the job of e.jsonl.job.json" in batch.stderr
     assert not (batch.directory / "b.jsonl").exists()
     assert batch.run(good, "--errors", "e.jsonl", *GREEDY, output="a.jsonl") == 0
 

@@ -79,7 +79,7 @@ REFUSED = {
     "in.jsonl --output kept.csv": "without kept.csv.job.json",
     "in.jsonl --output kept.parquet": "without kept.parquet.job.json",
     "in.jsonl --output - --sort-output": "need an --output that can be read again",
-    "in.jsonl --output - --verify 1": "--verify reads rows and records again",
+    "in.jsonl --output - --verify 1": "--verify needs an INPUT and an --output that",
     # options
     "in.jsonl --temperature -1": "temperature must be at least 0, got -1",
     "in.jsonl --template {{": "--template is not valid Jinja",

@@ -126,7 +126,7 @@ def test_a_job_answers_the_readable_rows_of_a_damaged_file(batch: Batch) -> None
     ],
 )
 def test_the_id_of_a_line_is_found(line: bytes, expected: tuple[str, str] | None) -> None:
-    assert source._line_id(line) == expected
+    assert source.line_id(line) == expected
 
 
 NAMES = st.sampled_from(["custom_id", "id", "prompt", "é"])
@@ -140,7 +140,7 @@ VALUES = st.recursive(
 @given(row=st.dictionaries(NAMES, VALUES, max_size=4), is_ascii=st.booleans())
 def test_the_id_of_a_line_equals_the_id_of_the_parsed_row(row: Any, is_ascii: bool) -> None:
     line = json.dumps(row, ensure_ascii=is_ascii).encode()
-    assert source._line_id(line) == source.row_id(row)
+    assert source.line_id(line) == source.row_id(row)
 
 
 def test_duplicate_ids_are_found_in_every_format_except_parquet(tmp_path: Path) -> None:

@@ -65,9 +65,9 @@ class Batch:
     @property
     def num_resumed(self) -> int:
         """The number of rows that the last run found finished, according to its summary."""
-        summary = r"earlier runs finished all (\d+) rows|^(\d+) rows ran in earlier runs"
+        summary = r"earlier runs finished (?:all )?(\d+) rows?"
         found = re.search(summary, self.stderr, re.MULTILINE)
-        return int(found[1] or found[2]) if found else 0
+        return int(found[1]) if found else 0
 
     def answers(
         self, rows: Any, *args: Any, code: int = 0, name: str = "in.jsonl"

@@ -175,7 +175,9 @@ def run_processors(
 
 def standard_processors(eos_token_ids: Sequence[int]) -> tuple[LogitsProcessor, ...]:
     """The processors that implement SamplingParams, in the order of vLLM's sampler."""
-    return (AllowedTokens(), BadWords(), MinTokens(eos_token_ids), LogitBias(), Penalties())
+    return (
+        AllowedTokens(), BadWords(), MinTokens(eos_token_ids), LogitBias(), Penalties(),
+    )  # fmt: skip
 
 
 class AllowedTokens:
