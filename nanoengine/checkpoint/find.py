@@ -53,7 +53,8 @@ def resolve_model(config: EngineConfig) -> Path:
         from nanoengine.checkpoint.hints import near_names
 
         what = "file" if path.suffix.lower() == GGUF else "directory"
-        hint = near_names(path) or "; hub ids have the form ORG/NAME"
+        form = "; hub ids have the form ORG/NAME" if "/" not in config.model else ""
+        hint = near_names(path) or form
         raise ConfigError(f"model {what} {config.model!r} does not exist{hint}")
     repository, quantization, name = named.groups()
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
