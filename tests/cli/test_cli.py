@@ -98,7 +98,7 @@ REFUSED = {
     "info m --max-num-seq 3": "unknown argument '--max-num-seq': did you mean '--max-num-seqs'?",
     "info demo --max-model-len 4096": "max_model_len must be at most the model's context of 2048",
     "chat /no/model --top-p 7": "top_p must be in (0, 1], got 7",
-    "info no-such-model": "model directory 'no-such-model' does not exist; hub ids have the form ORG/NAME",
+    "info no-such": "model directory 'no-such' does not exist; hub ids have the form ORG/NAME",
     "info /no/such/dir": "model directory '/no/such/dir' does not exist",
     "generate . --prompt a": "model='.' is not a checkpoint: it has no config.json and no GGUF",
     "info m --kv-disk d": TIERS,
