@@ -101,14 +101,14 @@ def test_tokens_match_the_cpu(short_splits, family, params, options):
         assert "bmm" in gpu.kernels
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe_lite"])
-def test_log_probabilities_match_the_cpu(family):
+def test_log_probabilities_of_mla_match_the_cpu():
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1)
 
     def prompt_logprobs(**options):
         engine = make_engine(
-            checkpoint(family), **SIZES, num_kv_blocks=20, max_num_batched_tokens=16, **options
-        )
+            checkpoint("deepseek_v3"), **SIZES, num_kv_blocks=20, max_num_batched_tokens=16,
+            **options,
+        )  # fmt: skip
         results = run(engine, PROMPTS[:3], params)
         engine.close()
         return [
