@@ -129,10 +129,12 @@ RULES = [
 
 
 @pytest.fixture(scope="module")
-def reports(tmp_path_factory):
-    """(target, kernel) -> figures of its machine code, from a process without the interpreter."""
+def reports():
+    """(target, kernel) -> figures of its machine code, from a process without the interpreter.
+
+    Triton's cache contains the code of kernels that have not changed since the last run.
+    """
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
     done = subprocess.run(
         [sys.executable, "-m", "tests.support.aot_compile", *TARGETS], cwd=ROOT, env=environment,
         capture_output=True, text=True, check=False,

@@ -58,7 +58,7 @@ def quicken() -> None:
     shapes: dict[Any, Any] = {}
 
     def block_type(self: Any, element_ty: Any, shape: Any) -> None:
-        sizes = *map(int, shape),
+        sizes = (*map(int, shape),)
         attributes = known_types.get((element_ty.name, sizes))
         if attributes is None:
             init_type(self, element_ty, shape)
