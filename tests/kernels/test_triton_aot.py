@@ -39,8 +39,7 @@ FP8 = [f"{arch},bfloat16,128,64,8,2,fp8" for arch in (89, 90)]
 LATENT = "120,bfloat16,128,64,8,2,latents"
 OTHERS = [
     "80,float32,64,16,2,4,all", "89,float16,96,16,2,7,attention",
-    "86,bfloat16,128,64,8,2,attention",
-    *(f"{arch},float32,128,64,8,2,heads" for arch in (86, 89, 120)),
+    "86,bfloat16,128,64,8,2,attention", "86,float32,128,64,8,2,heads",
     *(f"{arch},bfloat16,512,64,2,4,heads" for arch in (80, 90, 120)),
     "89,float32,512,64,2,4,heads",
 ]  # fmt: skip
