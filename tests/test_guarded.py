@@ -123,6 +123,8 @@ def test_running_a_part_records_nothing(suite):
     assert suite.record() == {}
     suite.run("--guarded", "only")
     full = suite.record()
+    suite.run("--guarded", "only", "--collect-only")
+    assert suite.record() == full
     (suite.directory / "guarded.json").unlink()
     suite.run("--guarded", "only", "test_it.py")
     assert full and not (suite.directory / "guarded.json").exists()

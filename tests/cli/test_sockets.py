@@ -134,6 +134,7 @@ def test_a_connection_attempt_is_recorded(tmp_path: Path) -> None:
 
 
 @pytest.mark.eval
+@pytest.mark.timeout(300)
 def test_an_evaluation_opens_no_socket_for_local_files(tmp_path: Path) -> None:
     if importlib.util.find_spec("lm_eval") is None:
         pytest.skip("needs pip install 'nanoengine[eval]'")

@@ -83,15 +83,21 @@ def test_a_notebook_has_the_outputs_of_a_run(path: Path) -> None:
     assert notebooks.outputs_of(notebook) == stored, "run python tools/notebooks.py"
 
 
-@pytest.mark.extra
-def test_the_site_builds_and_a_bad_anchor_is_an_error(tmp_path: Path) -> None:
+@pytest.fixture(scope="module", name="site")
+def site_fixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("material")
-    done = build(ROOT, tmp_path / "site")
+    site = tmp_path_factory.mktemp("site")
+    done = build(ROOT, site)
     assert done.returncode == 0, done.stderr
+    return site
+
+
+@pytest.mark.extra
+def test_the_site_has_all_pages_and_a_bad_anchor_is_an_error(site: Path, tmp_path: Path) -> None:
     for page in PAGES:
-        assert (tmp_path / "site" / f"{page.stem}.html").is_file()
+        assert (site / f"{page.stem}.html").is_file()
     for path in NOTEBOOKS:
-        page = (tmp_path / "site" / "notebooks" / f"{path.stem}.html").read_text("utf-8")
+        page = (site / "notebooks" / f"{path.stem}.html").read_text("utf-8")
         assert html.escape(notebooks.stored_outputs(json.loads(path.read_text("utf-8")))[2]) in page
     shutil.copytree(ROOT / "docs", tmp_path / "docs")
     shutil.copytree(ROOT / "tools", tmp_path / "tools")
@@ -111,17 +117,15 @@ CUT = """() => [document.documentElement, ...document.querySelectorAll("article 
 
 
 @pytest.mark.browser
-def test_nothing_is_cut_in_a_window_of_1300_pixels(tmp_path: Path) -> None:
-    pytest.importorskip("material")
+def test_nothing_is_cut_in_a_window_of_1300_pixels(site: Path) -> None:
     api = pytest.importorskip("playwright.sync_api", reason="the extra `browser` is missing")
-    assert build(ROOT, tmp_path).returncode == 0
     with api.sync_playwright() as playwright:
         browser = start_chromium(playwright)
         if isinstance(browser, str):
             pytest.skip(browser)
         page = browser.new_page(viewport={"width": 1300, "height": 900})
         cut = {}
-        for path in tmp_path.rglob("*.html"):
+        for path in site.rglob("*.html"):
             page.goto(path.as_uri())
             cut[path.name] = page.evaluate(CUT)
         browser.close()

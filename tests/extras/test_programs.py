@@ -17,6 +17,9 @@ from nanoengine import LLM
 from nanoengine.assets import demo_model_path
 from tests.support.as_vllm import run_in_process
 
+# Why: a file with a timeout runs first, and the imports of these programs take long.
+pytestmark = pytest.mark.timeout(300)
+
 MODEL = str(demo_model_path())
 
 

@@ -211,14 +211,14 @@ def test_a_closed_engine_keeps_neither_cache_nor_weights():
 
 
 @pytest.mark.guards("nanoengine/kernels/threads.py", "nanoengine/kernels/pool.py")
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_kernels_share_torchs_threads(dtype):
+def test_kernels_share_torchs_threads():
     """Runs in its own process, because threads are started once per process."""
     code = (
         "import threading, torch; torch.set_num_threads(1);"
         "from tests.support.engines import checkpoint, greedy, make_engine, random_prompts, run;"
-        f"e = make_engine(checkpoint('qwen3'), attention_backend='cpu', dtype='{dtype}');"
-        "run(e, random_prompts(1, [20]), greedy(2));"
+        "engines = [make_engine(checkpoint('qwen3'), attention_backend='cpu', dtype=dtype)"
+        " for dtype in ('float32', 'float64')];"
+        "[run(engine, random_prompts(1, [20]), greedy(2)) for engine in engines];"
         "print(torch.get_num_threads(), [t for t in threading.enumerate() if 'worker' in t.name])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)

@@ -30,13 +30,18 @@ BLOCKS = dict.fromkeys(
     ("qwen3_next", "qwen3_5", "qwen3_5_moe", "falcon_h1", "nemotron_h"), 60
 ) | dict.fromkeys(("bamba", "granite_hybrid"), 100)  # fmt: skip
 
+SAME_LAYERS = {
+    "gemma", "gemma3_vision", "gemma4_unified", "gemma4_vision", "glm", "glm4", "granite",
+    "granitemoeshared", "hunyuan_moe", "hy_v3", "ministral", "ministral3", "mistral", "smollm3",
+}  # fmt: skip
+"""Families whose sharded layers are those of other families."""
+
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     # name -> family, fields of its config, engine options
-    # Why no multimodal models: their text part is one of the other families.
     **{
         family: (family, {}, {"attention_backend": "cpu", "num_kv_blocks": BLOCKS.get(family, 30)})
         for family in FAMILIES
-        if not family.endswith("_vision")
+        if family not in SAME_LAYERS
     },
     "one KV head": ("qwen2", {"num_key_value_heads": 1}, {"attention_backend": "naive"}),
     "overlapped": ("qwen3", {}, {"overlap": True, "kv_cache_dtype": "int8"}),

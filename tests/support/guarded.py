@@ -84,7 +84,8 @@ class Guarded:
             if path.is_file()
         }
         self.num_deselected = 0
-        self.is_part = config.args_source is pytest.Config.ArgsSource.ARGS
+        is_named = config.args_source is pytest.Config.ArgsSource.ARGS
+        self.is_part = is_named or config.option.collectonly
         self.totals: dict[str, int] = {}
         self.done: Counter[str] = Counter()
         self.failed: set[str] = set()
