@@ -6,6 +6,7 @@ names of tensors are those of transformers' modules. `transformers_config.py` ma
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from nanoengine.checkpoint.config_reader import Json
@@ -27,10 +28,10 @@ def xielu_values(metadata: Metadata) -> dict[str, float]:
     }
 
 
-def expert_keys(metadata: Metadata) -> Json:
-    """The layers with experts, which have a router; and checks that the router has sigmoid scores
-    and normalized weights."""
-    for name, value in (("expert_gating_func", 2), ("expert_weights_norm", True)):
+def expert_keys(metadata: Metadata, score: int = 2) -> Json:
+    """The layers with experts, which have a router; and checks that the router has this score, a
+    key of `SCORING_FUNCS`, and normalized weights."""
+    for name, value in (("expert_gating_func", score), ("expert_weights_norm", True)):
         if metadata.get(name, Any, value) != value:
             metadata.reject(name, str(value))
     routers = [f"blk.{n}.ffn_gate_inp.weight" for n in range(metadata.num_main_layers)]
@@ -120,7 +121,10 @@ FAMILIES: dict[str, Family] = {
     ),
     "MellumForCausalLM": Family(
         "mellum", rope_theta_keys=("rope_theta", "rope_local_base_freq"),
-        gguf=files("mellum", constants={"norm_topk_prob": True}, full_every=4, read=expert_keys),
+        gguf=files(
+            "mellum", constants={"norm_topk_prob": True}, full_every=4,
+            read=partial(expert_keys, score=1),
+        ),
     ),
     "MiniCPM3ForCausalLM": Family("minicpm3", gguf=files("minicpm3", read=mla.mla_sizes)),
     "NemotronForCausalLM": Family(
