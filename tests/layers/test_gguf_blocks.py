@@ -103,6 +103,11 @@ def test_a_scale_of_the_matrix_is_multiplied_in_float32():
     exact = dequantize(rows, GGMLQuantizationType.NVFP4).astype("f8") * scale
     found = read_blocks("NVFP4", with_scale(rows, scale)).dequantized()
     numpy.testing.assert_allclose(found, exact, rtol=2 * 2.0**-24)
+    weight = read_blocks("NVFP4", with_scale(rows, scale))
+    part = weight.part(slice(None), slice(48, 96)).dequantized()
+    assert torch.equal(part, weight.dequantized()[:, 48:96])
+    with pytest.raises(WeightLoadError, match="groups of 16"):
+        weight.part(slice(None), slice(40, 96))
     with pytest.raises(WeightLoadError, match="of its NVFP4 blocks is NaN or infinite"):
         read_blocks("NVFP4", with_scale(rows, numpy.inf))
 

@@ -146,9 +146,10 @@ def test_scales_of_other_tensors_are_unexpected(
         build(tmp_path / "m.gguf")
 
 
-def test_info_counts_types_with_grids_as_they_are_packed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("other", ["IQ1_S", "NVFP4"])
+def test_info_counts_types_as_they_are_packed(other: str, tmp_path: Path) -> None:
     found, shown = [], []
-    for type in ("Q8_0", "IQ1_S"):
+    for type in ("Q8_0", other):
         path = tmp_path / f"{type}.gguf"
         make_gguf(path, "llama", types=lambda name, type=type: type, **WIDE)
         config = load_model_config(path)
@@ -179,7 +180,10 @@ QUANTIZED: dict[str, tuple[str | Callable[[str], str], dict[str, Any]]] = {
     "nemotron_h": ("Q8_0", {"keys": None}),
     **dict.fromkeys(("deepseek_v3", "deepseek_v3 older"), ("Q8_0", ALL_EXPERTS)),
     "gemma4": ("Q8_0", {}),
-    "gemma4_moe": ("Q8_0", {"top_k_experts": 6}),
+    "gemma4_moe": (
+        lambda name: "NVFP4" if "ffn_down_exps" in name else "Q8_0",
+        {"top_k_experts": 6, "moe_intermediate_size": 64},
+    ),
     "apertus": (partly, {"tie_word_embeddings": True}),
     "nemotron": ("Q4_0", {}),
     "laguna": ("Q8_0", {"shared_expert_intermediate_size": 64, "num_experts_per_tok": 8}),
