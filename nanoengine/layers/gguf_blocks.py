@@ -1,7 +1,7 @@
 """Reads blocks of a GGUF file's quantized types as a `QuantizedWeight`, in plain torch. Kernels
 that unpack blocks themselves get the positions of the codes.
 
-`quantized_formats.GGUF` calls this with rows of bytes. A row consists of blocks of 32 or 256
+`quantized_formats.GGUF` calls this with rows of bytes. A row consists of blocks of 32, 64 or 256
 inputs, each with its own scales. The bits of a value are in one or two planes:
 
     Q6_K   low [128], 4 bits per value | high [64], 2 bits | scales [16] int8 | d, float16
@@ -53,7 +53,7 @@ class Layout(NamedTuple):
             of groups.
         low, high: how these two parts store the bits of values.
         groups: unpacks the part "scales" to integer scales per group, and mins, which are
-            subtracted.
+            subtracted; for NVFP4, to float16 scales.
         group_size: inputs that share a scale.
         table: see `QuantizedWeight`.
         unit: the values are those of the table, times `unit`.
