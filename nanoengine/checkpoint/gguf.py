@@ -68,6 +68,7 @@ TYPES = {
     "IQ4_XS": BlockType(256, 136), "MXFP4": BlockType(32, 17), "IQ1_S": BlockType(256, 50),
     "IQ1_M": BlockType(256, 56), "IQ2_XXS": BlockType(256, 66), "IQ2_XS": BlockType(256, 74),
     "IQ2_S": BlockType(256, 82), "IQ3_XXS": BlockType(256, 98), "IQ3_S": BlockType(256, 110),
+    "NVFP4": BlockType(64, 36),
 }  # fmt: skip
 """The supported tensor types, by ggml's names."""
 

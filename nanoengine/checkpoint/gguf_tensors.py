@@ -118,18 +118,21 @@ class GGUFModel:
             last = transforms.get(ours.split(".", 3)[-1])
             found[ours] = Entry(tensor, shape, (*first, *((last,) if last else ())))
 
+        scales, ignored = self._scales()
         for name, tensor in self.tensors.items():
-            if name in ROPE_FACTORS:
+            if name in ROPE_FACTORS or name in ignored:
                 continue
             ours, shape, stem = self._our_name(name), tensor.shape, name.split(".")[-2:][0]
             parts = ("gate", "up") if ours.count("{}") == 2 else ("",)
             is_stack = "{}" in ours and not {"{", "}"} & set(name)
+            scale = scales.get(name, [])
             if is_stack and len(shape) == 3 and not shape[1] % len(parts):
                 matrix = tensor._replace(shape=(shape[1] // len(parts), shape[2]))
                 for n in range(shape[0] * len(parts)):
                     offset = tensor.offset + n * matrix.num_rows * matrix.row_bytes
                     expert = ours.format(n // len(parts), parts[n % len(parts)])
-                    add(expert, matrix._replace(offset=offset), matrix.shape)
+                    each = scale[n // len(parts) :][:1]
+                    add(expert, matrix._replace(offset=offset), matrix.shape, *each)
                 continue
             if stem in SPLIT_TENSORS and stem not in self.differences.names:
                 groups, sizes = self._part_sizes(stem)
@@ -141,7 +144,7 @@ class GGUFModel:
                 for part, indices in SPLIT_TENSORS[stem].items():
                     rows = groups * sum(sizes[n] for n in indices)
                     select = partial(_select_parts, groups=groups, sizes=sizes, indices=indices)
-                    add(ours.replace(stem, part), tensor, (rows, *shape[1:]), select)
+                    add(ours.replace(stem, part), tensor, (rows, *shape[1:]), select, *scale)
                 continue
             if ours.endswith("shared_expert_gate.weight"):
                 shape = (1, prod(shape))
@@ -152,8 +155,24 @@ class GGUFModel:
             elif ours.endswith((".k_b_proj.weight", ".v_b_proj.weight")):
                 shape = (prod(shape[:-1]), shape[-1])
                 tensor = tensor._replace(shape=shape)
-            add(ours, tensor, shape)
+            add(ours, tensor, shape, *scale)
         return found
+
+    def _scales(self) -> tuple[dict[str, list[Transform]], set[str]]:
+        """For NVFP4 tensors with scales, one per matrix: a transform per matrix. And the names of
+        these scales, and of scales of activations, which have no effect on weights."""
+        scales, ignored = dict[str, list[Transform]](), set[str]()
+        for name, tensor in self.tensors.items():
+            for stem in (name.removesuffix(".weight"), name) if tensor.type == "NVFP4" else ():
+                ignored.add(f"{stem}.input_scale")
+                scale, count = self.tensors.get(key := f"{stem}.scale"), prod(tensor.shape[:-2])
+                # Why not own names: Gemma 4's router multiplies by the scales of its experts.
+                is_free = name not in scales and key.split(".", 2)[-1] not in self.differences.names
+                if scale and is_free and (scale.type, prod(scale.shape)) == ("F32", count):
+                    values = read_rows(scale).view(count, 1)
+                    scales[name] = [partial(_append, scale=value) for value in values]
+                    ignored.add(key)
+        return scales, ignored
 
     def _transforms(self) -> dict[str, Transform]:
         """Our name after the layer prefix -> the transform that is applied to rows when read."""
@@ -214,6 +233,11 @@ def group_heads(rows: torch.Tensor, key_heads: int, ratio: int, skipped: int = 0
     `skipped` rows are queries and keys, and keep their order."""
     values = rows[skipped:].unflatten(0, (ratio, key_heads, -1)).transpose(0, 1).flatten(0, 2)
     return torch.cat((rows[:skipped], values))
+
+
+def _append(rows: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Appends the scale of a matrix to each of its rows; see `gguf_blocks.read_blocks`."""
+    return torch.cat((rows, scale.view(torch.uint8).expand(len(rows), -1)), 1)
 
 
 def _select_parts(

@@ -179,8 +179,8 @@ def weight_sizes(
 ) -> Counter[tuple[str, str]]:
     """Bytes of all weights per part of the model and stored type.
 
-    They are counted as they are stored, but floats in at most the bits of `dtype`, GGUF's IQ1, IQ2
-    and IQ3 as they are packed, and layers that are quantized at load in the bits after that.
+    They are counted as they are stored, but floats in at most the bits of `dtype`, GGUF's IQ1, IQ2,
+    IQ3 and NVFP4 as they are packed, and layers that are quantized at load in the bits after that.
     """
     from nanoengine.checkpoint.files import stored_tensors
     from nanoengine.checkpoint.gguf import TYPES
@@ -193,8 +193,9 @@ def weight_sizes(
         if quantization and quantization.stored is None and part in ("attention", "experts", "MLP"):
             bits = float(quantization.bits)
         elif block := TYPES.get(kind):
-            # Why 4.5: codes and scales of these types in memory (`gguf_blocks.py`).
+            # Why other bits: codes and scales of these types in memory (`gguf_blocks.py`).
             bits = 4.5 if re.match("IQ[123]", kind) else 8 * block.bytes / block.inputs
+            bits += 0.5 * (kind == "NVFP4")
         else:  # such as F64, F8_E4M3, I32 or BOOL
             bits = float(re.findall(r"\d+", f"{kind} 8")[0])
         bits = min(bits, 8 * dtype.itemsize) if kind.startswith(("F", "BF")) else bits

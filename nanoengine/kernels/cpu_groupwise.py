@@ -77,7 +77,7 @@ def functions(form: Form) -> np.ndarray:
 def header_bytes(form: Form, shift: int) -> int:
     """Bytes of a block's header: scales and offsets, in whole lines."""
     if form.levels == 1:
-        lines = 2 if form.offset else 1
+        lines = form.halves * (2 if form.offset else 1)
         return -(-(UNITS >> shift) * lines * 2 * PANEL // LINE) * LINE
     return LINE * (3 + form.halves if form.offset else 1 + 2 * form.halves)
 

@@ -259,11 +259,13 @@ class GroupwiseTile(ByteTile):
         """The scales and offsets of each group of a unit, as vectors of float32."""
         form, groups, (factors, of_mins, position) = self.form, [], header
         if form.levels == 1:
-            lines = 2 if form.offset else 1
+            kinds = 2 if form.offset else 1
+            lines = kinds * form.halves
             at = self.builder.mul(self.builder.lshr(unit, shift), I64(PANEL * lines))
             group = self.at(position, at)
             values = [self.load_fp16(self.at(group, I64(PANEL * i))) for i in range(lines)]
-            return [(values[0], values[1] if form.offset else None)]
+            return [(values[i], values[i + 1] if form.offset else None)
+                    for i in range(0, lines, kinds)]  # fmt: skip
         position = self.at(position, self.builder.mul(unit, I64(form.halves * PANEL)))
         for half in range(form.halves):
             scales = self.scale_integers(self.at(position, I64(half * PANEL)), factors)

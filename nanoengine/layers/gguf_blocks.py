@@ -1,7 +1,7 @@
 """Reads blocks of a GGUF file's quantized types as a `QuantizedWeight`, in plain torch. Kernels
 that unpack blocks themselves get the positions of the codes.
 
-`quantized_formats.GGUF` calls this with rows of bytes. A row consists of blocks of 32 or 256
+`quantized_formats.GGUF` calls this with rows of bytes. A row consists of blocks of 32, 64 or 256
 inputs, each with its own scales. The bits of a value are in one or two planes:
 
     Q6_K   low [128], 4 bits per value | high [64], 2 bits | scales [16] int8 | d, float16
@@ -53,7 +53,7 @@ class Layout(NamedTuple):
             of groups.
         low, high: how these two parts store the bits of values.
         groups: unpacks the part "scales" to integer scales per group, and mins, which are
-            subtracted.
+            subtracted; for NVFP4, to float16 scales.
         group_size: inputs that share a scale.
         table: see `QuantizedWeight`.
         unit: the values are those of the table, times `unit`.
@@ -130,6 +130,11 @@ def _odd(*field: Any) -> Callable[[torch.Tensor], Scales]:
     return lambda n: (torch.from_numpy((_unpack(n, *field) * 2 + 1).astype("i1")), None)
 
 
+def _nvfp4_scales(scales: torch.Tensor) -> Scales:
+    """A byte is an e4m3 float without a sign. Why halved: `E2M1` has doubled values."""
+    return torch.from_numpy(HALF_E4M3[scales.numpy()]), None
+
+
 def _q6_k_scales(scales: torch.Tensor) -> Scales:
     """A byte is a scale."""
     return torch.from_numpy(scales.numpy().copy()).view(torch.int8), None
@@ -141,6 +146,7 @@ def _q8_k_scales(sums: torch.Tensor) -> Scales:
     return torch.ones_like(sums[:, :, ::4]).view(torch.int8), None
 
 
+HALF_E4M3 = ((torch.arange(256) & 127).byte().view(torch.float8_e4m3fn).half() / 2).numpy()
 INDEX, SIGNS = ("low", "u1", 0, 8, 1), ("signs", "u1", 0, 8, 1)
 LAYOUTS = {
     "Q4_0": Layout({"d": 2, "low": 16}, (4, 16)),
@@ -163,6 +169,7 @@ LAYOUTS = {
     "IQ4_NL": Layout({"d": 2, "low": 16}, (4, 16), table=IQ4),
     "IQ4_XS": Layout({"d": 2, "scales": 6, "low": 128}, (4, 16), None, _iq4_xs_scales, table=IQ4),
     "MXFP4": Layout({"d": 1, "low": 16}, (4, 16), table=E2M1),
+    "NVFP4": Layout({"scales": 4, "low": 32}, (4, 8), None, _nvfp4_scales, 16, E2M1),
     "IQ2_XXS": Layout({"d": 2, "scales": 64}, (4, 1), None, _odd("u8", 60, 4, 1), 32, IQ2, 1 / 8,
                       (("scales", "u8", 0, 8, 4), None, ("scales", "u8", 32, 7, 4))),
     "IQ2_XS": Layout({"d": 2, "low": 64, "scales": 8}, (4, 1), None, _odd("u1", 0, 4, 2), 16, IQ2,
@@ -186,7 +193,7 @@ def read_blocks(type: str, rows: torch.Tensor) -> QuantizedWeight:
 
     Args:
         type: a key of `LAYOUTS`.
-        rows: [N, bytes] uint8.
+        rows: [N, bytes] uint8. Rows of NVFP4 may end with a float32 factor.
 
     Raises:
         WeightLoadError: a scale or a min is NaN or infinite, so the file is damaged.
@@ -204,7 +211,7 @@ def read_blocks(type: str, rows: torch.Tensor) -> QuantizedWeight:
     else:
         values = codes.sub_(1 << weight.bits - 1).view(torch.int8)
     scales, mins = weight.scales, weight.mins
-    if weight.factors is None:
+    if not weight.has_two_levels:
         scales, mins = scales.float(), None if mins is None else mins.float()
     elif layout.groups is not None and mins is not None:
         scales, mins = (n.flatten(1) for n in layout.groups(parts["scales"]))
@@ -229,10 +236,10 @@ def read_scales(type: str, rows: torch.Tensor) -> QuantizedWeight:
         scales, mins = layout.groups(parts["scales"])
     elif "m" in parts:
         mins = torch.from_numpy(-block_floats(parts["m"]).numpy())
-    for values in (factors, mins, min_factors):
+    for values in (factors, scales, mins, min_factors):
         if values is not None and not np.isfinite(values.numpy()).all():
             raise WeightLoadError(f"a scale or a min of its {type} blocks is NaN or infinite")
-    count = factors.shape[1] * TYPES[type].inputs
+    count = rows.shape[1] // TYPES[type].bytes * TYPES[type].inputs
     return QuantizedWeight(
         values=torch.zeros((), dtype=torch.int8).expand(len(rows), count),
         scales=scales.flatten(1),
@@ -248,11 +255,15 @@ def read_scales(type: str, rows: torch.Tensor) -> QuantizedWeight:
 
 def _parts(type: str, rows: torch.Tensor) -> dict[str, torch.Tensor]:
     """Splits blocks into their parts: name -> [N, B, bytes] uint8."""
-    blocks, sizes = rows.unflatten(1, (-1, TYPES[type].bytes)), LAYOUTS[type].parts
+    end, sizes = rows.shape[1] // TYPES[type].bytes * TYPES[type].bytes, LAYOUTS[type].parts
+    blocks = rows[:, :end].unflatten(1, (-1, TYPES[type].bytes))
     parts = dict(zip(sizes, blocks.split(list(sizes.values()), 2), strict=True))
     if type == "IQ1_M":  # Its 4 words have 4 bits each of "d".
         upper = parts["scales"][:, :, 1::2] >> 4
         parts["d"] = upper[:, :, ::2] | upper[:, :, 1::2] << 4
+    elif type == "NVFP4":
+        one = torch.ones(len(rows), 1).view(torch.uint8)
+        parts["d"] = (rows[:, end:] if end < rows.shape[1] else one).unsqueeze(1)
     return parts
 
 

@@ -53,21 +53,22 @@ def layout_of(weight: QuantizedWeight) -> PanelLayout | None:
     """Returns how this weight is packed; None: the kernels do not support its form."""
     bits, size, inputs = weight.bits, weight.group_size, weight.values.shape[1]
     lowest = -(1 << bits - 1) if weight.lowest is None else weight.lowest
-    two_levels, centered = weight.factors is not None, int(lowest < 0)
-    if weight.factors is not None:
+    two_levels, centered = weight.has_two_levels, int(lowest < 0)
+    if weight.factors is not None and two_levels:
         is_supported = size in (16, 32) and -(-inputs // BLOCK) == weight.factors.shape[1]
         is_supported &= weight.zeros is None
         shift = 0
     else:
-        is_supported = size == inputs or size % UNIT == 0
-        shift = 3 if size == inputs else (math.gcd(size // UNIT, UNITS) or 1).bit_length() - 1
+        is_supported = size in (UNIT // 2, inputs) or size % UNIT == 0
+        shift = math.gcd(size // UNIT, UNITS).bit_length() - 1 if size > UNIT // 2 else 0
+        shift = 3 if size == inputs else shift
     is_supported &= weight.table in TABLES and bits in (2, 3, 4, 5, 6, 8)
     is_supported &= bool(weight.table) or lowest == -centered << bits - 1
     is_supported &= (bits, centered) != (8, 0) and (weight.zeros is None or weight.mins is None)
     if not is_supported:
         return None
     offset = ZEROS if weight.zeros is not None else NONE if weight.mins is None else MINS
-    table, halves = TABLES.index(weight.table), 2 if two_levels and size == 16 else 1
+    table, halves = TABLES.index(weight.table), 2 if size == UNIT // 2 < inputs else 1
     centered = 0 if table else centered
     return PanelLayout(Form(bits, centered, table, halves, 1 + two_levels, offset), shift)
 
@@ -257,7 +258,9 @@ def pack(
         halves += [offsets.half().view(torch.int16)] if form.offset == ZEROS else []
         repeats = -(-weight.group_size // (UNIT << shift))  # a longer group covers several
         halves = [n if repeats == 1 else n.repeat_interleave(repeats, 1) for n in halves]
-        lines, stride = [(n, UNITS >> shift) for n in halves], 2 * PANEL * len(halves)
+        groups, stride = (UNITS >> shift) * form.halves, 2 * PANEL * len(halves)
+        lines = [(n, groups) for n in halves]
+        factors = factors if weight.factors is None else factors * weight.factors
     for n, count in lines:
         at, each = place + lane * n.itemsize, max(stride, n.itemsize * PANEL)
         pack_lines(n.numpy(), whole, at, step, block, count, each, lanes, num_workers())

@@ -36,7 +36,7 @@ class QuantizedWeight:
     Attributes:
         values: [N, K] int8: integers from `lowest` to `lowest` + 2 ** bits - 1, or elements of
             `table`, or the bits of `floats`.
-        scales: [N, G] float32, of either sign; int8 if there are `factors`.
+        scales: [N, G] float32, of either sign; int8 if there are two levels.
         zeros: [N, G] float32 in units of values; None: all 0.
         bits: from 2 to 6, or 8.
         group_size: inputs that share a scale; K: one scale per output.
@@ -48,8 +48,8 @@ class QuantizedWeight:
         mins: [N, G] float32; uint8 if there are `min_factors`; None: all 0. Integer scales and
             mins have 6 bits, or 4 bits in groups of 16.
         factors, min_factors: [N, blocks] float32, for blocks of `BLOCK` inputs (the last may be
-            shorter), or for blocks of equal size. If both are set, they are exact in float16 up to
-            a power of two per row (`round_to_float16`). None: `scales` and `mins` are floats.
+            shorter), or for blocks of equal size; with float `scales`, [N, 1]. If both are set,
+            they are exact in float16 up to a power of two per row (`round_to_float16`).
         inputs: K of a weight for rotated inputs, see `quantize_rotated`; its values are padded to
             whole groups. None: it is not rotated.
     """
@@ -73,6 +73,11 @@ class QuantizedWeight:
         """Whether it has 8-bit integers and one scale per output, and nothing else."""
         plain = self.form == (8, self.values.shape[1], None, (), *[False] * 5)
         return plain and self.zeros is None
+
+    @property
+    def has_two_levels(self) -> bool:
+        """Whether scales are integers times factors."""
+        return self.factors is not None and self.scales.dtype == torch.int8
 
     @property
     def form(self) -> tuple[Any, ...]:
@@ -105,7 +110,8 @@ class QuantizedWeight:
         """
         size, num_columns = self.group_size, self.values.shape[1]
         start, stop, _ = columns.indices(num_columns)
-        unit = size if self.factors is None else shared_inputs(num_columns, self.factors)
+        scales = self.factors if self.has_two_levels else None
+        unit = size if scales is None else shared_inputs(num_columns, scales)
         if unit >= num_columns:
             unit = 1  # one scale for all inputs
         elif stop - start < num_columns and (

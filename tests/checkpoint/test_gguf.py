@@ -198,8 +198,8 @@ INVALID = {
         r"tensor 'a': its shape is \[2, 48\]; rows of Q4_0 must be multiples of 32",
     ),
     "type not supported": (
-        build([], [tensor("a", [256], "NVFP4")], 256),
-        "tensor 'a': its type is NVFP4; supported types: F32, F16, .*MXFP4",
+        build([], [tensor("a", [256], "TQ1_0")], 256),
+        "tensor 'a': its type is TQ1_0; supported types: F32, F16, .*MXFP4",
     ),
     "type unknown": (
         build([], [tensor("a", [256], 4000)], 256),

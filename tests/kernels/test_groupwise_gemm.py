@@ -49,7 +49,8 @@ GROUPS = np.concatenate((HALVES.sum(2, keepdims=True), HALVES, X_SCALES.view("i4
 GROUPS = GROUPS.astype(np.int32).reshape(ROWS, -1)
 DISTINCT = {(isa.byte_dots, isa.byte_bits, isa.registers, isa.has_fp16): isa.name for isa in ISAS}
 # One format per number of bits, levels, halves and offsets, and tables: tiles differ in these.
-NAMES = ["Q8_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q6_K", "IQ4_XS", "IQ2_S", "GPTQ 4", "GPTQ 8"]
+NAMES = ["Q8_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q6_K", "IQ4_XS", "IQ2_S", "NVFP4", "GPTQ 4",
+         "GPTQ 8", "GPTQ groups of 16"]  # fmt: skip
 
 
 def paired() -> np.ndarray:

@@ -119,6 +119,14 @@ def test_quantized_models_run_with_quantized_activations(case: str, tmp_path: Pa
         make_engine(str(tmp_path / "quantized"), quantization=f"int{12 - bits}")
 
 
+def test_nvfp4_with_int8_activations_has_a_kernel(tmp_path: Path) -> None:
+    expected = all_logits(build(write_case(tmp_path, "nvfp4")), PROMPTS)
+    model = load_quantized_model(tmp_path / "quantized", "int4", dtype=torch.float32)
+    assert model.model.layers[0].mlp.down_proj.method.form == "grouped"
+    error = (all_logits(model, PROMPTS) - expected).abs().max()
+    assert 1e-4 * expected.std() < error < 0.5 * expected.std()
+
+
 @pytest.mark.parametrize("case", ["fp8", "mixed"])
 def test_generated_tokens_match_transformers(case: str, tmp_path: Path) -> None:
     floats = write_case(tmp_path, case)

@@ -55,7 +55,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = MODELS["gguf"]
 
 TYPES = [
     "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL",
-    "IQ4_XS", "IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S",
+    "IQ4_XS", "IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "NVFP4",
 ]  # fmt: skip
 
 
@@ -113,9 +113,43 @@ def test_every_type_with_float_activations(type: str, tmp_path: Path) -> None:
     assert (found - transformers_logits(model, PROMPTS)).abs().max() < 1e-4
 
 
-def test_info_counts_types_with_grids_as_they_are_packed(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "scale", "options"),
+    [
+        ("mixtral", ".scale", {"sliding_window": None, "num_experts_per_tok": 4}),
+        ("qwen2", ".weight.scale", {"joined": True}),
+    ],
+)
+def test_nvfp4_matrices_are_multiplied_by_their_scales(
+    family: str, scale: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    options = {"types": lambda name: "NVFP4", "scale": scale, **WIDE, **options}
+    model = make_gguf(tmp_path / "m.gguf", family, **options)
+    expected = transformers_logits(model, PROMPTS)
+    found = found_logits(tmp_path / "m.gguf", "gguf_weight_only")
+    assert (found - expected).abs().max() < 1e-4
+    rounded = found_logits(tmp_path / "m.gguf")
+    assert 1e-4 < (rounded - expected).abs().mean() < 0.1 * expected.abs().mean()
+
+
+def test_scales_of_other_tensors_are_unexpected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_gguf(tmp_path / "m.gguf", "llama", types=lambda name: "NVFP4", scale=".scale", **WIDE)
+    file, name = read_gguf(tmp_path / "m.gguf"), "blk.0.ffn_up.scale"
+    wrong = {name: file.tensors[name]._replace(shape=(2,))}
+    wrong["output_norm.scale"] = file.tensors[name]
+    changed = file._replace(tensors=file.tensors | wrong)
+    monkeypatch.setattr(gguf_tensors, "read_gguf", lambda path, keep: changed)
+    unexpected = r"unexpected: model\.layers\.0\.mlp\.up_proj\.scale, model\.norm\.scale"
+    with pytest.raises(WeightLoadError, match=unexpected):
+        build(tmp_path / "m.gguf")
+
+
+@pytest.mark.parametrize("other", ["IQ1_S", "NVFP4"])
+def test_info_counts_types_as_they_are_packed(other: str, tmp_path: Path) -> None:
     found, shown = [], []
-    for type in ("Q8_0", "IQ1_S"):
+    for type in ("Q8_0", other):
         path = tmp_path / f"{type}.gguf"
         make_gguf(path, "llama", types=lambda name, type=type: type, **WIDE)
         config = load_model_config(path)
@@ -146,7 +180,10 @@ QUANTIZED: dict[str, tuple[str | Callable[[str], str], dict[str, Any]]] = {
     "nemotron_h": ("Q8_0", {"keys": None}),
     **dict.fromkeys(("deepseek_v3", "deepseek_v3 older"), ("Q8_0", ALL_EXPERTS)),
     "gemma4": ("Q8_0", {}),
-    "gemma4_moe": ("Q8_0", {"top_k_experts": 6}),
+    "gemma4_moe": (
+        lambda name: "NVFP4" if "ffn_down_exps" in name else "Q8_0",
+        {"top_k_experts": 6, "moe_intermediate_size": 64},
+    ),
     "apertus": (partly, {"tie_word_embeddings": True}),
     "nemotron": ("Q4_0", {}),
     "laguna": ("Q8_0", {"shared_expert_intermediate_size": 64, "num_experts_per_tok": 8}),

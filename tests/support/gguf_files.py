@@ -38,6 +38,7 @@ def make_gguf(
     architecture: str | None = None,
     joined: bool = False,
     weights: Tensors | None = None,
+    scale: str = "",
     **overrides: Any,
 ) -> PreTrainedModel:
     """Writes a random model of `family` to `path`, and returns it with the values of the file.
@@ -49,6 +50,8 @@ def make_gguf(
         joined: q, k and v are one tensor, and gate and up of experts are one tensor. Fused tensors
             of the checkpoint stay fused.
         weights: tensors to replace or add.
+        scale: the end of the names of scales, such as ".scale": each quantized matrix has one, and
+            a scale of its inputs.
         overrides: see `make_checkpoint`.
     """
     directory = path.with_suffix("")
@@ -86,8 +89,13 @@ def make_gguf(
         elif architecture in WRITER["one_plus_weight"] and ours.endswith(tuple(WRITER["norms"])):
             data = data + 1
         elif kind != "F32":
-            data = blocks(data, kind)
-            read = gguf.quants.dequantize(data, Type[kind]) / factor
+            scales = np.full((*data.shape[:-2], 1, 1), 1.0, "f4")
+            if scale:
+                scales = (np.arange(scales.size, dtype="f4") + 1.3).reshape(scales.shape) / 100
+                for end in (scale, ".input_scale"):
+                    writer.add_tensor(ours.removesuffix(".weight") + end, scales.flatten())
+            data = blocks(data / scales, kind)
+            read = gguf.quants.dequantize(data, Type[kind]) * scales / factor
             flat[place] = torch.from_numpy(read.astype(np.float32))
         writer.add_tensor(ours, data, raw_dtype=None if kind == "F32" else Type[kind])
     for name, factors in rope_tensors(model.config).items():
@@ -457,7 +465,12 @@ def blocks(numbers: np.ndarray, kind: str) -> np.ndarray:
 
 
 def write_float16(raw: np.ndarray, kind: str, offset: int, values: np.ndarray) -> None:
-    """Writes values into blocks [..., bytes] at a byte; IQ1_M has 4 bits in each of 4 bytes."""
+    """Writes values into blocks [..., bytes] at a byte; IQ1_M has 4 bits in each of 4 bytes, NVFP4
+    has 4 e4m3 floats, which become different ones near the value."""
+    if kind == "NVFP4":
+        near = torch.tensor(values, dtype=torch.float).to(torch.float8_e4m3fn)
+        raw[..., :4] = raw[..., :4] % 3 + near.view(torch.uint8).numpy()
+        return
     stored = values.astype("<f2")[..., None]
     if kind != "IQ1_M":
         raw[..., offset : offset + 2] = stored.view("u1")
@@ -470,7 +483,7 @@ RANDOM: dict[str, tuple[int, float | None]] = {
     "Q2_K": (80, 1.5), "Q3_K": (108, None), "Q4_K": (0, 7.5), "Q5_K": (0, 15.5),
     "Q6_K": (208, None), "IQ4_NL": (0, None), "IQ4_XS": (0, None),
     "IQ1_S": (0, None), "IQ1_M": (0, None), "IQ2_XXS": (0, None), "IQ2_XS": (0, None),
-    "IQ2_S": (0, None), "IQ3_XXS": (0, None), "IQ3_S": (0, None),
+    "IQ2_S": (0, None), "IQ3_XXS": (0, None), "IQ3_S": (0, None), "NVFP4": (0, None),
 }  # fmt: skip
 """Type that the package cannot quantize to -> offset of the float16 scale in a block, and the ratio
 of the scale of the mins, which follows it, to this scale. The ratio makes the mean 0."""

@@ -23,9 +23,11 @@ FORMS: dict[str, dict[str, Any]] = {
     "IQ4_NL": {"bits": 4, "table": TABLES[1]},
     "IQ4_XS": {"bits": 4, "table": TABLES[1], "blocks": True},
     "MXFP4": {"bits": 4, "table": TABLES[2]},
+    "NVFP4": {"bits": 4, "table": TABLES[2], "size": 16, "row_factors": True},
     "IQ2_S": {"bits": 4, "table": TABLES[3], "size": 16, "blocks": True},
     "GPTQ 8": {"bits": 8, "size": 128, "zeros": True},
     "GPTQ 4": {"bits": 4, "size": 64, "zeros": True},
+    "GPTQ groups of 16": {"bits": 4, "size": 16, "zeros": True},
     "groups of 96": {"bits": 4, "size": 96},
 }
 
@@ -60,6 +62,8 @@ def make_weight(
             mins = torch.randint(0, limit, groups, generator=random).to(torch.uint8)
             scales = torch.randint(0, limit, groups, generator=random).to(torch.int8)
     factors = halves(blocks) / (127 if mins is None else 1) if form.get("blocks") else None
+    if form.get("row_factors"):
+        factors = torch.randn(outputs, 1, generator=random)
     if form.get("zeros"):
         zeros = torch.randint(-128, 128, groups, generator=random).float()
     return QuantizedWeight(
