@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from typing import Any, NamedTuple
 
@@ -363,18 +363,6 @@ class LLMEngine:
     def reset_prefix_cache(self) -> bool:
         """Drops all cached prefixes; returns False and keeps them while blocks are in use."""
         return self.scheduler.block_manager.prefix_cache.reset()
-
-    @exclusive()
-    def evict(self, block_ids: Iterable[int]) -> int:
-        """Drops these blocks' cached content, except of blocks in use; returns the number dropped.
-
-        Raises:
-            RequestError: an id is not one of the pool's blocks.
-        """
-        from nanoengine.core.request_options import check_block_ids
-
-        found = check_block_ids(block_ids, self.info.num_kv_blocks)
-        return self.scheduler.block_manager.prefix_cache.evict(found)
 
     # --- counters and close -------------------------------------------------------------------
 

@@ -3,7 +3,7 @@
     chat, beam_search, generate_dataset     built from `generate`, or from a feature
     enqueue, wait_for_completion            `generate` in two calls
     embed, score, classify, reward          use hidden states: features/pooling.py
-    reset_prefix_cache, evict               change the engine's cache
+    reset_prefix_cache                      drops cached prefixes
     load_weights                            replaces weights in place: features/new_weights.py
     get_tokenizer, ...                      vLLM's names
 
@@ -123,10 +123,6 @@ class LLMMixin:
 
         with self._calls.exclusive_call():
             return load_weights(self.engine, weights)
-
-    def evict(self, block_ids: Iterable[int]) -> int:
-        """Drops the cached content of the unused KV blocks among these; returns how many."""
-        return self.engine.evict(block_ids)
 
     def __getattr__(self, name: str) -> NoReturn:
         """Raises for unknown names; for vLLM's names with the reason."""

@@ -17,7 +17,6 @@ Source: vLLM v1 (chained hashes; blocks are kept after their request has ended).
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -152,10 +151,6 @@ class PrefixCache:
         self.pool.register(seq.block_tables[0][first:full], 0, prefixes[first:full])
 
     # --- drop ---------------------------------------------------------------------------------
-
-    def evict(self, block_ids: Iterable[int]) -> int:
-        """Drops the content of the unused blocks among these; returns how many were dropped."""
-        return self.pool.evict(block_ids)
 
     def invalidate(self, block_ids: list[int]) -> None:
         """Drops content that may be wrong, because the sequence that held these blocks has failed.

@@ -1,4 +1,4 @@
-"""Checks of token ids and counts in a request, of forks and of evictions.
+"""Checks of token ids and counts in a request, and of forks.
 
 Also the message for a request that does not fit the pool. Called by the RequestChecker and by
 LLMEngine, before anything is queued or changed.
@@ -6,13 +6,11 @@ LLMEngine, before anything is queued or changed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 from nanoengine.core.block_manager import BlockManager
 from nanoengine.core.sequence import Request, Sequence
 from nanoengine.errors import RequestError
-from nanoengine.settings.checks import check_value
 from nanoengine.settings.params import SamplingParams
 
 
@@ -67,16 +65,6 @@ def parent_of_fork(
             f" are for {known}; choose one of these tokens, or request more logprobs or none"
         )
     return parent
-
-
-def check_block_ids(block_ids: Iterable[int], num_blocks: int) -> list[int]:
-    """The ids as Python's integers; RequestError unless each is one of the pool's blocks."""
-    ids = list(block_ids) if isinstance(block_ids, Iterable) else block_ids
-    found: list[int] = check_value(ids, list[int], "block ids", RequestError)
-    for block_id in found:
-        if not 1 <= block_id < num_blocks:
-            raise RequestError(f"block ids must be in [1, {num_blocks - 1}], got {block_id}")
-    return found
 
 
 def too_large_message(what: str, num_tokens: int, manager: BlockManager) -> str:

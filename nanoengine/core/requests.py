@@ -5,7 +5,7 @@
 
 `LLMEngine` owns one, and `LLM` calls it. The returned Request holds plain integers within the
 engine's limits, so later code does not check again. It queues nothing and does not handle text.
-See also request_options.py (ids and counts in parameters; forks; evictions).
+See also request_options.py (ids and counts in parameters; forks).
 """
 
 from __future__ import annotations

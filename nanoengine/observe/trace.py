@@ -118,7 +118,6 @@ class Trace(contextlib.AbstractContextManager["Trace"]):
             (scheduler, "abort", after_call(self._on_abort)),
             (enable_extras(scheduler), "fork", after_call(self._on_fork)),
             (scheduler, "recover", self._on_recover),
-            (cache, "evict", after_call(lambda _, ids: self._write_call({"evict": list(ids)}))),
             (cache, "reset", after_call(lambda _: self._write_call({"reset": True}))),
             *([(self._disk, "collect", after_call(self._on_collect))] if self._disk else []),
         )

@@ -44,7 +44,7 @@ from nanoengine.settings.params import SamplingParams
 from nanoengine.version import __version__
 
 POLICIES = {"WatermarkOnly": lambda: None, "Predictive": Predictive}
-CALLS = {"add", "plan", "step", "abort", "fork", "recover", "evict", "reset"}
+CALLS = {"add", "plan", "step", "abort", "fork", "recover", "reset"}
 """Each line has one of these keys; other lines, from later minor versions, are skipped."""
 MOVES = {"append_token", "fork", "finish", "drop"}
 """The moves of a chooser."""
@@ -257,9 +257,6 @@ class Replay:
         self.scheduler.recover(self._requests.values())
         self.scheduler.stats.steps = entry["recover"]  # Why: the failed call may have been a plan.
         self._requests.clear()
-
-    def _evict(self, entry: TraceLine) -> None:
-        self.scheduler.block_manager.prefix_cache.evict(entry["evict"])
 
     def _reset(self, entry: TraceLine) -> None:
         self.scheduler.block_manager.prefix_cache.reset()

@@ -215,11 +215,9 @@ def test_wrong_types_in_engine_calls_raise_nanoengine_errors(
 
 
 def test_numpy_integers_are_accepted_everywhere(llm: LLM) -> None:
-    """Ids, priorities and block ids; queued requests hold Python integers."""
+    """Ids and priorities; queued requests hold Python integers."""
     (output,) = llm.generate([ids("one")], LONG, False, priority=[np.int64(3)])  # type: ignore[list-item]
-    block_ids = range(1, 9)
     assert output.outputs[0].text == ANSWERS["one"]
-    assert llm.evict(np.array(block_ids)) == llm.evict(block_ids) + 1  # type: ignore[arg-type]
     numbers: Any = [np.int64(5), np.uint8(6)]
     request = llm.engine.add_request("own", numbers, LONG, priority=np.int32(1))  # type: ignore[arg-type]
     assert {type(token_id) for token_id in request.prompt_token_ids} == {int}
@@ -339,8 +337,6 @@ for wrong in ("no", None, 1):
     ]
 for wrong in (5, None, b"x"):
     INVALID_CALLS.append((lambda llm, wrong=wrong: LLM(wrong), "model must be"))
-for wrong in (["a"], [1.5], [True], 5, None, [0], [10**9]):
-    INVALID_CALLS.append((lambda llm, wrong=wrong: llm.evict(wrong), "block ids"))
 for wrong in (None, SamplingParams(), 5):
     INVALID_CALLS.append(
         (lambda llm, wrong=wrong: llm.beam_search("one", wrong), "params must be BeamSearchParams")

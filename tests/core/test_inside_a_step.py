@@ -87,7 +87,6 @@ def test_a_deferred_call_runs_even_if_the_step_fails(monkeypatch: pytest.MonkeyP
     [
         lambda engine: engine.fork("a"),
         lambda engine: engine.add_request("b", [1, 2], PARAMS),
-        lambda engine: engine.evict([1, 2]),
         lambda engine: engine.reset_prefix_cache(),
         lambda engine: engine.finish_in_flight(),
     ],

@@ -7,7 +7,6 @@ import pytest
 from nanoengine.core.block_pool import Block
 from nanoengine.core.prefix_tree import Prefix
 from nanoengine.core.stats import CacheStats
-from nanoengine.errors import RequestError
 from nanoengine.settings.params import SamplingParams
 from tests.support.fake_executor import ExecutorFailure, make_engine, run
 
@@ -119,21 +118,3 @@ def test_a_reset_and_a_failed_step_are_one_event_each():
     assert (mirror.events.count("cleared"), mirror.contents) == (2, {})
     ask(engine, range(1, 10))
     assert len(mirror.contents) == 2
-
-
-def test_evict_drops_only_cached_blocks():
-    engine = make_engine()
-    ask(engine, range(1, 18))
-    assert engine.stats().cached_blocks == 4
-    table = engine.add_request("b", range(1, 18), SamplingParams(max_tokens=5, ignore_eos=True))
-    engine.step()
-    (in_use,) = table.sequences[0].block_tables
-    assert engine.evict(in_use) == 0
-    run(engine)
-    assert engine.evict(in_use[:2]) == 2
-    engine.add_request("c", range(1, 18), ONE)
-    run(engine)
-    assert engine.stats().cache_misses["evicted"] == 1
-    for bad in (0, 65):
-        with pytest.raises(RequestError, match="block ids"):
-            engine.evict([bad])
