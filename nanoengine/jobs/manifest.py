@@ -108,7 +108,8 @@ def sampling_line(config: EngineConfig, info: Any, options: Mapping[str, Any] | 
     params |= {name: (value, "set by the command") for name, value in (options or {}).items()}
     by_source = defaultdict(list)
     for name, (value, source) in params.items():
-        by_source[source].append(f"{name} {truncate(value)}")
+        if value is not None:
+            by_source[source].append(f"{name} {truncate(value)}")
     return "; ".join(f"{', '.join(values)} ({source})" for source, values in by_source.items())
 
 

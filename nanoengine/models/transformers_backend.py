@@ -113,23 +113,23 @@ class SwappedEmbedding(Layer):
         return self.method.rows(ids.flatten()).to(self.dtype).unflatten(0, ids.shape)
 
 
-class SwappedExperts(Layer):
+class SwappedExperts(Experts):
     """A stack of experts of transformers, whose matrices are LinearMethods."""
 
     def __init__(
         self, path: str, module: nn.Module, activation: str, context: ModelContext
     ) -> None:
-        super().__init__()
         count, hidden, inner = module.down_proj.shape
         moe = MoEConfig(
             num_experts=count, num_experts_per_tok=1, intermediate_size=inner, layers=()
         )
-        self.experts = Experts(path, hidden, moe, activation, context=context)
+        super().__init__(path, hidden, moe, activation, context=context)
 
     def forward(
         self, hidden: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
-        return self.experts(hidden, weights, experts)
+        """transformers passes ids before weights."""
+        return super().forward(hidden, weights, experts)
 
 
 def gate_of(module: nn.Module) -> str | None:
@@ -267,7 +267,7 @@ class TransformersLM(Layer):
             if (activation := gate_of(module)) is None:
                 continue
             swapped = SwappedExperts(path, module, activation, context)
-            for name, slot in swapped.experts.weight_slots(path).items():
+            for name, slot in swapped.weight_slots(path).items():
                 slot.store(getattr(module, name.rpartition(".")[2]).detach())
             self.whole.base_model.set_submodule(path, swapped)
         for path, parent in list(self.whole.base_model.named_modules()):
@@ -299,7 +299,7 @@ class TransformersLM(Layer):
         for path, module in list(self.whole.named_modules()):
             if f"{path}.0.down_proj.weight" in quantized and (activation := gate_of(module)):
                 experts = SwappedExperts(path, module, activation, context)
-                slots |= experts.experts.weight_slots(path)
+                slots |= experts.weight_slots(path)
                 self.whole.set_submodule(path, experts)
             make = {
                 nn.Linear: context.kernels.linear, nn.Embedding: context.kernels.embedding
