@@ -269,7 +269,7 @@ def read_entries(
         for transform in transforms:
             found = transform(found)
         found = found.view(shape) if is_whole else found
-        yield name, found[columns] if tensor.type in FLOATS else found
+        yield name, found[columns if tensor.type in FLOATS else columns[:1]]
 
 
 def gguf_parts(path: Path) -> list[Path]:

@@ -273,6 +273,17 @@ def test_a_fused_tensor_of_another_size_raises(
         load_model_config(tmp_path / "m.gguf")
 
 
+@pytest.mark.parametrize("kind", ["F32", "Q8_0"])
+def test_a_rank_reads_its_rows_of_a_fused_tensor(kind: str, tmp_path: Path) -> None:
+    make_gguf(tmp_path / "m.gguf", "llama", joined=True, types=lambda name: kind)
+    name = "model.layers.0.self_attn.k_proj.weight"
+    ((_, whole),) = gguf_tensors.read_entries(tmp_path / "m.gguf", {name: ()})
+    rows = (slice(16, 32), slice(None))
+    ((_, part),) = gguf_tensors.read_entries(tmp_path / "m.gguf", {name: rows})
+    assert len(whole) == 32
+    assert torch.equal(part, whole[16:])
+
+
 @pytest.mark.parametrize("layer", ["}", "{}", "{0.x}"])
 def test_braces_in_a_tensor_name_are_not_a_layer_index(
     layer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
